@@ -21,7 +21,7 @@ RUN pip install --index-url "${TORCH_INDEX_URL}" "torch==${TORCH}"
 # Our packages by path: no index is asked for packages of these names.
 RUN --mount=type=bind,source=dist,target=/wheels \
     pip install /wheels/ipex_core-*.whl /wheels/ipex_cpu_kernels-*.whl /wheels/ipex_quant-*.whl \
-        /wheels/ipex_runtime-*.whl /wheels/ipex-*.whl "$(echo /wheels/ipex_llm-*.whl)[serve]"
+        /wheels/ipex_runtime-*.whl /wheels/ipex-*.whl "$(echo /wheels/ipex_llm-*.whl)[serve,structured]"
 
 RUN useradd --uid 10001 --create-home --home-dir /home/ipex ipex
 ENV HOME=/home/ipex HF_HUB_OFFLINE=1

@@ -45,7 +45,9 @@ INTEGRATIONS = ("accelerate", "lightning", "peft", "sentence-transformers")
 # Optional packages for which each run of the tests has time: ten seconds to install, and none asks for another torch.
 SMALL_TOOLS = ("accelerate", "gguf", "optuna", "peft")
 # Of the server, which tests of packages alone do without.
-SERVE_TOOLS = ("fastapi", "uvicorn", "httpx")
+SERVE_TOOLS = ("fastapi", "uvicorn", "httpx", "llguidance")
+# Clients of the server, of other projects.
+CLIENTS = ("openai", "langchain-openai", "litellm", "lm-eval", "guidellm")
 # A file of tests stays with one worker: its fixtures are models and compiled graphs.
 WORKERS = ("--numprocesses=logical", "--maxprocesses=8", "--dist=loadfile")
 # Two threads each, since some tests need more than one; waiting ones must not keep the other workers from running.

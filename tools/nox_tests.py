@@ -13,9 +13,11 @@ import nox
 import generate_isa
 from nox_common import (
     BUILD_TOOLS,
+    CLIENTS,
     INTEGRATIONS,
     PACKAGES,
     ROOT,
+    SERVE_TOOLS,
     TEST_TOOLS,
     WORKER_ENV,
     WORKERS,
@@ -56,6 +58,14 @@ def tests_integrations(session: nox.Session) -> None:
     session.run(
         "pytest", "tests/test_integration_examples.py", "packages/ipex-llm/tests/integrations"
     )
+
+
+@nox.session(default=False, requires=["wheels_native"])
+def clients(session: nox.Session) -> None:
+    """Ask the server with the clients of other projects: openai, LangChain, LiteLLM, lm-eval, GuideLLM."""
+    prepare(session)
+    install_wheels(session, PACKAGES, *TEST_TOOLS, *SERVE_TOOLS, *CLIENTS, extras="[cpu,serve]")
+    session.run("pytest", "tests/test_clients.py", *session.posargs)
 
 
 #: What tests of IPEX import beside torch; of the other packages, those that lack are told by the table.

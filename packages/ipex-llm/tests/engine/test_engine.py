@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from fake_runner import GREEDY, CharTokenizer, FakeRunner, engine, prompts
+from fake_runner import GREEDY, CharTokenizer, FakeRunner, drain, engine, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -280,3 +282,62 @@ def test_memory_is_bounded_and_checked_before_work(monkeypatch):
     with pytest.raises(CacheMemoryError, match="from the free memory"):
         Engine(runner, block_size=4)
     assert isinstance(CacheMemoryError("x"), MemoryError)
+
+
+class Allows:
+    """A grammar of one token, which takes as long as it is told."""
+
+    def __init__(self, token, go=None):
+        self.token, self.go = token, go
+        self.done, self.error, self.accepted = False, None, []
+
+    def matcher(self):
+        return self
+
+    def fill(self):
+        assert self.go is None or self.go.wait(30)
+
+    def apply(self, row):
+        value = row[self.token].clone()
+        row.fill_(float("-inf"))
+        row[self.token] = value
+
+    def accept(self, token):
+        self.accepted.append(token)
+        self.done = len(self.accepted) == 4
+
+
+def test_a_grammar_that_takes_long_stops_no_other():
+    go = threading.Event()
+    slow = Allows(7, go)
+    e = engine()
+    prompt = prompts(1)[0]
+    alone = e.generate([prompt], GREEDY)[0].tokens
+    first = e.add_request(prompt, GREEDY.replace(grammar=slow))
+    second = e.add_request(prompt, GREEDY)
+    tokens = []
+    while second in e._requests:
+        for output in e.step():
+            assert output.request_id == second
+            tokens += output.tokens
+    assert tuple(tokens) == alone and not slow.accepted
+    assert e.step() == []  # with nothing else to do it waits a little
+    go.set()
+    found = drain(e)[first]
+    assert [t for o in found for t in o.tokens] == slow.accepted == [7] * 4
+    assert found[-1].reason == "stop" and e.stats().blocks_held == 0
+
+
+def test_a_grammar_beside_others_and_without():
+    e = engine()
+    some = prompts(4)
+    alone = e.generate(some, GREEDY)
+    grammars = [Allows(9), None, Allows(5), None]
+    found = e.generate(some, [GREEDY.replace(grammar=g) for g in grammars])
+    for one, other, grammar in zip(found, alone, grammars, strict=True):
+        assert one.tokens == (other.tokens if grammar is None else (grammar.token,) * 4)
+    go = threading.Event()
+    name = e.add_request(some[0], GREEDY.replace(grammar=Allows(9, go)))
+    e.step()
+    assert e.cancel(name) and e.stats().blocks_held == 0
+    go.set()

@@ -192,14 +192,14 @@ def test_stop_strings():
         ({"prompt": [99]}, 400, "ids in"),
         ({"prompt": "A", "temperature": -1}, 400, "temperature: "),
         ({"prompt": "A", "top_p": 2}, 400, "top_p: "),
-        ({"prompt": "A", "max_tokens": 0}, 400, "max_tokens: "),
+        ({"prompt": "A", "max_tokens": 0}, 400, "max_tokens must be at least 1 without echo"),
         ({"prompt": "A", "max_tokens": 1000}, 400, "max_tokens must be at most 256"),
         ({"prompt": "A", "min_tokens": 99}, 400, "min_new_tokens"),
         ({"prompt": "A", "n": 17}, 400, "n: "),
         ({"prompt": ["A"] * 9, "n": 2}, 400, "at most 16 choices"),
         ({"prompt": "A", "stop": [""]}, 400, "stop must be strings that are not empty"),
-        ({"prompt": "A", "logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
-        ({"prompt": "A", "echo": True}, 400, "echo is not supported"),
+        ({"prompt": "A", "logit_bias": {"64": 1}}, 400, "logit_bias must have ids in [0, 64)"),
+        ({"prompt": "A", "suffix": "B"}, 400, "suffix is not supported"),
         ({"prompt": "A", "model": "other"}, 404, "'other' does not exist"),
         ({"prompt": "A" * 3000}, 413, "at most 2000 bytes"),
     ],
@@ -383,13 +383,14 @@ def test_metrics():
         await client.get("/nothing/here")
         text = (await client.get("/metrics")).text
         for line in (
-            "ipex_llm_generated_tokens_total 16",
-            "ipex_llm_prompt_tokens_total 18",
-            "ipex_llm_cached_tokens_total 8",
-            "ipex_llm_requests_running 0",
-            "ipex_llm_time_to_first_token_seconds_count 2",
-            "ipex_llm_time_per_output_token_seconds_count 14",
-            'ipex_llm_request_seconds_bucket{le="+Inf"} 2',
+            'vllm:generation_tokens_total{model_name="toy"} 16',
+            'vllm:prompt_tokens_total{model_name="toy"} 18',
+            'vllm:prefix_cache_hits_total{model_name="toy"} 8',
+            'vllm:num_requests_running{model_name="toy"} 0',
+            'vllm:kv_cache_usage_perc{model_name="toy"} 0',
+            'vllm:time_to_first_token_seconds_count{model_name="toy"} 2',
+            'vllm:inter_token_latency_seconds_count{model_name="toy"} 14',
+            'vllm:e2e_request_latency_seconds_bucket{model_name="toy",le="+Inf"} 2',
             'ipex_llm_http_responses_total{path="/v1/completions",status="200"} 2',
             'ipex_llm_http_responses_total{path="other",status="404"} 1',
         ):
@@ -407,3 +408,21 @@ def test_a_model_without_a_template_has_no_chat():
         body = {"messages": [{"role": "user", "content": "A"}]}
         response = await client.post("/v1/chat/completions", json=body)
         assert response.status_code == 400 and "no chat template" in response.text
+
+
+def test_names_of_requests_and_lines_about_them(caplog):
+    server = Server(log_requests=True)
+
+    @server
+    async def _(client):
+        caplog.set_level("INFO", "ipex.requests")
+        for name, kept in (("abc-1.2", True), ("a b", False), ("x" * 65, False), ("", False)):
+            headers = {"X-Request-Id": name}
+            response = await client.post("/v1/completions", json={"prompt": "A"}, headers=headers)
+            found = response.headers["x-request-id"]
+            assert (found == name) == kept and 0 < len(found) <= 64
+        await client.post("/v1/completions", json={})
+        lines = [json.loads(r.message) for r in caplog.records if r.name == "ipex.requests"]
+        assert [line["status"] for line in lines] == [200] * 4 + [400]
+        assert lines[0]["request_id"] == "abc-1.2" and lines[0]["path"] == "/v1/completions"
+        assert lines[0]["seconds"] >= 0 and lines[0]["bytes"] > 0

@@ -20,7 +20,7 @@ from fake_runner import FakeRunner  # noqa: E402
 
 from ipex_llm.engine import SamplingParams  # noqa: E402
 from ipex_llm.entrypoints.openai.texts import CHARACTERS_PER_TOKEN  # noqa: E402
-from ipex_llm.entrypoints.openai.worker import TOKENIZERS  # noqa: E402
+from ipex_llm.entrypoints.openai.worker import TOKENIZERS, Prompt  # noqa: E402
 
 JSON = {"Content-Type": "application/json"}
 
@@ -83,7 +83,7 @@ def test_the_threads_that_tokenize_are_few_and_cancelled_prompts_cost_nothing():
     @server
     async def _(client):
         def prompt(text):
-            return lambda: tokenizer.encode(text)
+            return lambda: Prompt(tokenizer.encode(text))
 
         one = [SamplingParams(max_new_tokens=2)]
         numbers = range(TOKENIZERS + 3)
@@ -281,7 +281,8 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "temperature": true}', "temperature: "),
         ('{"prompt": "A", "temperature": "1"}', "temperature: "),
         ('{"prompt": "A", "max_tokens": true}', "max_tokens: "),
-        ('{"prompt": "A", "max_tokens": 0}', "max_tokens: "),
+        ('{"prompt": "A", "max_tokens": 0}', "max_tokens must be at least 1"),
+        ('{"prompt": "A", "max_tokens": -1}', "max_tokens: "),
         ('{"prompt": "A", "max_tokens": 1e5}', "max_tokens: "),
         (
             '{"prompt": "A", "max_tokens": 99999999999999999999999}',
@@ -303,7 +304,21 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "seed": %s}' % ("9" * 4000), "seed must be"),
         ('{"prompt": "A", "max_tokens": %s}' % ("9" * 4000), "max_tokens must be at most 256"),
         ('{"prompt": "A", "min_tokens": %s}' % ("9" * 4000), "min_new_tokens must be"),
-        ('{"prompt": "A", "logit_bias": {"5": 1}}', "logit_bias is not supported"),
+        ('{"prompt": "A", "logit_bias": {"64": 1}}', "logit_bias must have ids in [0, 64)"),
+        ('{"prompt": "A", "logit_bias": {"-1": 1}}', "logit_bias: must have ids"),
+        ('{"prompt": "A", "logit_bias": {"a": 1}}', "logit_bias: must have ids"),
+        ('{"prompt": "A", "logit_bias": {"%s": 1}}' % ("9" * 5000), "logit_bias: must have ids"),
+        ('{"prompt": "A", "logit_bias": {"1": 101}}', "logit_bias: must have numbers"),
+        ('{"prompt": "A", "logit_bias": {"1": 1e999}}', "logit_bias: must have numbers"),
+        ('{"prompt": "A", "logit_bias": {"1": true}}', "logit_bias: "),
+        ('{"prompt": "A", "logit_bias": [1]}', "logit_bias: "),
+        (
+            json.dumps({"prompt": "A", "logit_bias": {str(i): 1 for i in range(5000)}}),
+            "logit_bias: must have at most 1024 tokens, got 5000",
+        ),
+        ('{"prompt": "A", "echo": 1}', "echo: "),
+        ('{"prompt": "A", "include_stop_str_in_output": "a"}', "include_stop_str_in_output: "),
+        ('{"prompt": "A", "stream_options": [1]}', "stream_options: "),
         ('{"prompt": "A", "prompt": "B"}', "each name must be there once"),
         ('{"prompt": "A", "x": {"a": 1, "a": 2}}', "each name must be there once"),
         (f'{{"prompt": {"[" * 20000}1{"]" * 20000}}}', "nested"),
@@ -756,7 +771,7 @@ def test_the_end_of_the_server_is_never_lost(what, steps):
             events = items
 
         if what == "event":
-            work = Job(None, [Ticket()], 1)._event(Ticket())
+            work = Job(None, [Ticket()]).event(Ticket())
         else:
             work = within(items.get(), 10)
         task = asyncio.create_task(work)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -30,11 +31,14 @@ from ipex_llm.engine.limits import (
 from ipex_llm.engine.params import (
     EngineStats,
     GenerationOutput,
+    Grammar,
+    Matcher,
+    PoolingParams,
     SamplingParams,
     StepOutput,
     TokenLogprobs,
 )
-from ipex_llm.engine.request import BlockTables, Request, TextStream, choose
+from ipex_llm.engine.request import Batch, BlockTables, Request, TextStream, choose
 from ipex_llm.engine.scheduler import BlockPool, Scheduler
 from ipex_llm.kv_cache import CacheMemoryError
 
@@ -43,10 +47,16 @@ __all__ = [
     "Engine",
     "EngineStats",
     "GenerationOutput",
+    "Grammar",
+    "Matcher",
+    "PoolingParams",
     "SamplingParams",
     "StepOutput",
     "TokenLogprobs",
 ]
+
+#: Seconds that a step waits for the tokens that a grammar allows, where it has nothing else to do.
+_PATIENCE = 0.05
 
 #: Tokens of the prompt that the text of the output is decoded with: blanks depend on what is in front.
 _TEXT_CONTEXT = 6
@@ -140,6 +150,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ended: list[StepOutput] = []
         self._ids = itertools.count()
+        #: Finds the tokens that grammars allow, beside the model.
+        self._masks = ThreadPoolExecutor(2, "ipex-llm-masks")
         self._counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
@@ -149,7 +161,7 @@ class Engine:
     def add_request(
         self,
         prompt: str | Sequence[int] | torch.Tensor,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
     ) -> str:
@@ -157,7 +169,8 @@ class Engine:
 
         Args:
             prompt: Token ids, or text for an engine with a tokenizer.
-            params: How to sample and when to end; the default is greedy, 128 tokens.
+            params: How to sample and when to end; the default is greedy, 128 tokens. `PoolingParams` ask for one
+                vector instead, which the only output of the request has.
             request_id: A name of its own; one is made if None.
 
         Returns:
@@ -166,22 +179,24 @@ class Engine:
         Raises:
             TypeError: The prompt is neither, or text without a tokenizer.
             ValueError: The prompt is empty, longer than the context or has ids that are none; stop strings without a
-                tokenizer; the id is in use.
+                tokenizer; a biased token is not in the vocabulary; kinds of tokens for a decoder; the
+                id is in use.
             CacheMemoryError: Prompt and output could never fit the cache.
         """
         where = "Engine.add_request"
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"{where}: params must be SamplingParams, got {type(params).__name__}")
+        if not isinstance(params, (SamplingParams, PoolingParams)):
+            what = "params must be SamplingParams or PoolingParams"
+            raise TypeError(f"{where}: {what}, got {type(params).__name__}")
         tokens = prompt_ids(prompt, self.tokenizer)
-        check_prompt(tokens, self.max_model_len, self.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"{where}: stop must be empty without a tokenizer, got {params.stop}")
+        new = self._check_params(params)
+        pools = isinstance(params, PoolingParams)
+        check_prompt(tokens, self.max_model_len, self.vocab_size, room=not pools)
         if request_id is None:
             request_id = next(i for n in self._ids if (i := f"r{n}") not in self._requests)
         elif request_id in self._requests:
             raise ValueError(f"{where}: request_id must not be in use, got {request_id!r}")
-        limit = min(len(tokens) + params.max_new_tokens, self.max_model_len)
+        limit = len(tokens) + 1 if pools else min(len(tokens) + new, self.max_model_len)
         # The last token ends the request: it is never put into the cache.
         needed = -(-(limit - 1) // self.block_size)
         if needed > self._pool.num_blocks:
@@ -190,14 +205,38 @@ class Engine:
                 f" got {len(tokens)} and up to {limit - len(tokens)}; ask for fewer, or give the engine more memory"
             )
         stream = None
-        if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, params.stop, tokens[-_TEXT_CONTEXT:])
-        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        ends: frozenset[int] = frozenset()
+        if isinstance(params, SamplingParams):
+            if self.tokenizer is not None:
+                stream = TextStream(
+                    self.tokenizer,
+                    params.stop,
+                    tokens[-_TEXT_CONTEXT:],
+                    params.include_stop,
+                    params.skip_special_tokens,
+                )
+            ends = frozenset() if params.ignore_eos else self.eos_token_ids
         request = Request(request_id, tokens, params, limit, ends, stream)
         self._requests[request_id] = request
         self._scheduler.waiting.append(request)
         self._counts["prompt"] += len(tokens)
         return request_id
+
+    def _check_params(self, params: SamplingParams | PoolingParams) -> int:
+        """Check parameters against the model, and return how many tokens they ask for; 1 for a vector."""
+        where = "Engine.add_request"
+        if isinstance(params, PoolingParams):
+            if params.token_types is not None:
+                raise ValueError(f"{where}: token_types must be None for a decoder, got some")
+            return 1
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"{where}: stop must be empty without a tokenizer, got {params.stop}")
+        largest = max(params.logit_bias, default=0)
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"{where}: logit_bias must have ids in [0, {self.vocab_size}), got {largest}"
+            )
+        return params.max_new_tokens
 
     def cancel(self, request_id: str) -> bool:
         """End a request and free its blocks; the next step reports it with the reason ``"cancelled"``.
@@ -236,31 +275,111 @@ class Engine:
         chosen = self._scheduler.plan()
         if not chosen:
             return outputs
+        chosen = self._ready(chosen)
+        if not chosen:
+            return outputs
+        begun = time.monotonic()
         done: list[tuple[Request, int | None]] = []
+        pooled: list[Request] = []
         with torch.inference_mode():
             found = [
-                self._forward(part)
-                for long in (False, True)
-                if (part := [one for one in chosen if one[0].long == long])
+                (pools, *self._forward(part, pools))
+                for pools, long in itertools.product((False, True), repeat=2)
+                if (
+                    part := [
+                        o for o in chosen if (o[0].pooling is not None, o[0].long) == (pools, long)
+                    ]
+                )
             ]
-            for complete, logits in found:
-                if complete:
+            late = self._late(chosen, time.monotonic() - begun)
+            for pools, batch, rows in found:
+                if pools:
+                    self._gather(batch, rows)
+                    pooled += batch.complete
+                    continue
+                places = [i for i, r in enumerate(batch.complete) if r.id not in late]
+                if places:
+                    whole = len(places) == len(rows)
+                    complete = [batch.complete[i] for i in places]
+                    logits = rows if whole else rows[places]
                     done += zip(complete, choose(complete, logits), strict=True)
+                at = len(batch.complete)
+                for request, first, count in batch.scored:
+                    if request.id not in late:
+                        request.score(first, rows[at : at + count])
+                    at += count
         # Only now, so that after an error the step can be done again.
         for request, count in chosen:
-            self._scheduler.advance(request, count)
+            if request.id not in late:  # its tokens are computed again
+                self._scheduler.advance(request, count)
         self._counts["steps"] += 1
         for request, token in done:
             outputs.append(self._fail(request) if token is None else self._append(request, token))
+        outputs += map(self._finish_pooled, pooled)
         return outputs
 
-    def _forward(self, chosen: list[tuple[Request, int]]) -> tuple[list[Request], torch.Tensor]:
-        """Compute tokens of requests on the same side of the switch; return those complete now and their logits."""
+    def _ready(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Begin to find the tokens that grammars allow; leave out requests whose grammar has been late before."""
+        found = []
+        waiting = []
+        for request, count in chosen:
+            if request.matcher is not None and count == request.missing:
+                if request.mask is None:
+                    request.mask = self._masks.submit(request.matcher.fill)
+                elif not request.mask.done():
+                    waiting.append(request.mask)
+                    continue
+            found.append((request, count))
+        if not found:
+            wait(waiting, timeout=_PATIENCE, return_when=FIRST_COMPLETED)
+        return found
+
+    @staticmethod
+    def _late(chosen: list[tuple[Request, int]], elapsed: float) -> set[str]:
+        """Return the requests whose grammar takes longer than the others may wait, which is as long as the model."""
+        masks = {r.id: r.mask for r, n in chosen if r.mask is not None and n == r.missing}
+        if not masks:
+            return set()
+        others = any(request.id not in masks for request, _ in chosen)
+        wait(masks.values(), timeout=max(elapsed, _PATIENCE / 10) if others else _PATIENCE)
+        for mask in masks.values():
+            if mask.done():
+                mask.result()  # raises what went wrong in it
+        return {name for name, mask in masks.items() if not mask.done()}
+
+    def _gather(self, batch: Batch, states: torch.Tensor) -> None:
+        """Hand the states of the tokens of a batch to the requests that want vectors."""
+        starts = batch.starts.tolist()
+        for request, start, end in zip(batch.requests, starts, starts[1:], strict=False):
+            request.pool(request.computed, states[start:end])
+
+    def _finish_pooled(self, request: Request) -> StepOutput:
+        """End a request for a vector."""
+        vector = request.pooled()
+        if not bool(vector.isfinite().all()):
+            return self._fail(request)
+        self._counts["cached"] += request.cached_tokens
+        self._end(request)
+        return StepOutput(request.id, (), "", True, "stop", vector=vector)
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.id]
+        self._scheduler.remove(request)
+        self._counts["finished"] += 1
+
+    def _forward(
+        self, chosen: list[tuple[Request, int]], states: bool
+    ) -> tuple[Batch, torch.Tensor]:
+        """Compute tokens of requests on the same side of the switch.
+
+        Returns:
+            The batch, and the logits of its rows, or the states of all its tokens.
+        """
         batch = self._tables.batch(chosen)
-        options = {}
+        options: dict[str, Any] = {"states": True} if states else {}
         if self._scheduler.switch is not None:
             options["length"] = max(len(request.tokens) for request, _ in chosen)
-        logits = self.runner.forward(
+        result = self.runner.forward(
             self._cache,
             batch.tokens,
             batch.positions,
@@ -271,7 +390,7 @@ class Engine:
             batch.rows,
             **options,
         )
-        return batch.complete, logits
+        return batch, result
 
     def _fail(self, request: Request) -> StepOutput:
         """End a request that no token can be chosen for."""
@@ -283,6 +402,8 @@ class Engine:
         text = request.stream.finish() if request.stream else ""
         place = len(request.tokens)
         error = f"Engine.step: the logits after token {place} must be finite, got NaN or infinity"
+        if request.matcher is not None and request.matcher.error is not None:
+            error = f"Engine.step: the grammar must be simple enough, got {request.matcher.error}"
         return StepOutput(request.id, (), text, True, "error", error=error)
 
     def _append(self, request: Request, token: int) -> StepOutput:
@@ -293,14 +414,19 @@ class Engine:
             self._counts["cached"] += request.cached_tokens
         request.tokens.append(token)
         reason = None
-        if token in request.ends or token in request.params.stop_token_ids:
+        matcher = request.matcher
+        if matcher is not None:
+            request.mask = None
+            matcher.accept(token)
+        ends = token in request.ends or token in request.params.stop_token_ids
+        if ends or (matcher is not None and matcher.done):
             reason = "stop"
         elif len(request.tokens) >= request.limit:
             reason = "length"
         text = ""
         if request.stream is not None:
             # The token that stops is no part of the text.
-            if reason == "stop":
+            if ends:
                 text = request.stream.finish()
             else:
                 text = request.stream.add(token, last=reason is not None)
@@ -308,10 +434,11 @@ class Engine:
                 reason = "stop"
         logprobs = tuple(request.logprobs[-1:])
         if reason is not None:
-            del self._requests[request.id]
-            self._scheduler.remove(request)
-            self._counts["finished"] += 1
-        return StepOutput(request.id, (token,), text, reason is not None, reason, logprobs)
+            self._end(request)
+        return StepOutput(
+            *(request.id, (token,), text, reason is not None, reason, logprobs),
+            prompt_logprobs=tuple(request.prompt_logprobs) if request.new_tokens == 1 else (),
+        )
 
     def generate(
         self,
@@ -369,6 +496,7 @@ class Engine:
                 reason=last[request_id].reason or "",
                 logprobs=tuple(request.logprobs),
                 error=last[request_id].error,
+                prompt_logprobs=tuple(request.prompt_logprobs),
             )
             for request_id, request in requests.items()
         ]

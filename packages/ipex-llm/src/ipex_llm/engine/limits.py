@@ -79,14 +79,14 @@ def prompt_ids(prompt: str | Sequence[int] | torch.Tensor, tokenizer: Any) -> li
     return tokens
 
 
-def check_prompt(tokens: Sequence[int], max_model_len: int, vocab_size: int) -> None:
-    """Raise a ValueError unless these are the ids of a prompt that leaves room for a token."""
+def check_prompt(tokens: Sequence[int], max_model_len: int, vocab_size: int, room: int = 1) -> None:
+    """Raise a ValueError unless these are the ids of a prompt that leaves room for so many tokens."""
     where = "Engine.add_request"
     if not tokens:
         raise ValueError(f"{where}: prompt must have at least one token, got none")
-    if len(tokens) >= max_model_len:
+    if len(tokens) + room > max_model_len:
         raise ValueError(
-            f"{where}: prompt must have fewer than {max_model_len} tokens, the context of this engine, got"
+            f"{where}: prompt must have fewer than {max_model_len - room + 1} tokens, the context of this engine, got"
             f" {len(tokens)}"
         )
     wrong = [token for token in tokens if not 0 <= token < vocab_size]

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, get_args
+
+import torch
 
 #: Most alternatives whose log probabilities can be asked for.
 MAX_LOGPROBS = 50
@@ -18,6 +21,40 @@ MAX_STOP_CHARACTERS = 1000
 
 #: Most stop tokens of a request.
 MAX_STOP_TOKENS = 1000
+
+#: Most tokens with a bias of their own.
+MAX_BIASES = 1024
+
+#: How the states of a prompt become one: the last one, the first one, their mean.
+Pooling = Literal["last", "first", "mean"]
+
+
+class Matcher(Protocol):
+    """Follows one output through a grammar. Used by one thread at a time.
+
+    Attributes:
+        done: The output is complete: nothing can follow.
+        error: Why the grammar cannot be followed any further, or None.
+    """
+
+    done: bool
+    error: str | None
+
+    def fill(self) -> None:
+        """Find the tokens that may come next, while the model runs; may be called again for the same place."""
+
+    def apply(self, row: torch.Tensor) -> None:
+        """Set the logits ``[vocab]`` of all other tokens to minus infinity."""
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token that `apply` allowed."""
+
+
+class Grammar(Protocol):
+    """What an output must be."""
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the start of an output."""
 
 
 def _check(condition: bool, name: str, wanted: str, got: object) -> None:
@@ -54,6 +91,11 @@ class SamplingParams:
         ignore_eos: End tokens of the engine do not end the output.
         logprobs: How many alternatives to report with their log probabilities at each place, None for no report.
             They are computed before temperature and limits are applied.
+        prompt_logprobs: The same for the places of the prompt, which is computed without shared prefixes then.
+        logit_bias: Added to the logits of these tokens, a number in [-100, 100] for each.
+        include_stop: The stop string that ends the output is part of its text.
+        skip_special_tokens: Special tokens are no part of the text.
+        grammar: What the output must be, or None.
 
     Raises:
         ValueError: A value is not as described.
@@ -77,6 +119,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -122,10 +169,18 @@ class SamplingParams:
         usable = all(_integer(token) and token >= 0 for token in self.stop_token_ids)
         wanted = "be integers of at least 0"
         _check(usable, "stop_token_ids", wanted, self.stop_token_ids)
-        asked = self.logprobs
-        wanted = f"be None or in [0, {MAX_LOGPROBS}]"
-        known = asked is None or (_integer(asked) and 0 <= asked <= MAX_LOGPROBS)
-        _check(known, "logprobs", wanted, asked)
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            known = asked is None or (_integer(asked) and 0 <= asked <= MAX_LOGPROBS)
+            _check(known, name, f"be None or in [0, {MAX_LOGPROBS}]", asked)
+        biases = self.logit_bias
+        count = len(biases)
+        _check(count <= MAX_BIASES, "logit_bias", f"have at most {MAX_BIASES} tokens", count)
+        for token, bias in biases.items():
+            known = _integer(token) and token >= 0
+            _check(known, "logit_bias", "have tokens of at least 0", token)
+            known = _number(bias) and -100 <= bias <= 100
+            _check(known, "logit_bias", "have numbers in [-100, 100]", bias)
 
     @property
     def greedy(self) -> bool:
@@ -144,6 +199,29 @@ class SamplingParams:
     def replace(self, **changes: Any) -> SamplingParams:
         """Return a copy with other values."""
         return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolingParams:
+    """Asks for one vector for a prompt, and for no new tokens.
+
+    Args:
+        pooling: ``"last"``, ``"first"`` or ``"mean"``: which of the states behind the last norm.
+        token_types: Kinds of the tokens of the prompt, 0 or 1 for each, for models that have them; or None.
+
+    Raises:
+        ValueError: There is no such pooling.
+    """
+
+    pooling: Pooling = "last"
+    token_types: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        known = get_args(Pooling)
+        if self.pooling not in known:
+            raise ValueError(
+                f"PoolingParams: pooling must be one of {', '.join(known)}, got {self.pooling!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,6 +253,8 @@ class StepOutput:
             before.
         logprobs: For each new token, if they were asked for.
         error: With ``"error"``: what happened, for this request alone.
+        prompt_logprobs: With the first token, if they were asked for: of each token of the prompt but the first.
+        vector: float32 ``[H]``, the answer to `PoolingParams`.
     """
 
     request_id: str
@@ -184,6 +264,8 @@ class StepOutput:
     reason: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    vector: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,6 +280,7 @@ class GenerationOutput:
     reason: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from ipex_llm.engine.params import SamplingParams, TokenLogprobs
+from ipex_llm.engine.params import PoolingParams, SamplingParams, TokenLogprobs
 
 #: What tokenizers decode bytes to that are no whole character.
 _UNFINISHED = "\ufffd"
@@ -30,13 +31,22 @@ class TextStream:
         tokenizer: Has ``decode(ids, skip_special_tokens=...)``.
         stop: Texts that end the stream.
         context: Tokens in front of the first, whose text is not part of the stream.
+        include_stop: The stop string that ends the stream is part of it.
+        skip_special: Special tokens have no text.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._skip_special = skip_special
         self._tokens = list(context)
         self._start = 0  # the context that decoding begins with
         self._done = len(self._tokens)  # tokens whose text has been given out
@@ -44,7 +54,7 @@ class TextStream:
         self.stopped = False
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip_special))
 
     def add(self, token: int, last: bool = False) -> str:
         """Add a token and return the text that is certain by now.
@@ -73,11 +83,12 @@ class TextStream:
 
     def _search(self, piece: str, last: bool) -> str:
         text = self._held + piece
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        places = [(place, len(stop)) for stop in self._stop if (place := text.find(stop)) >= 0]
         if places:
             self.stopped = True
             self._held = ""
-            return text[: min(places)]
+            place, length = min(places)
+            return text[: place + length * self._include_stop]
         keep = 0 if last else self._overlap(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -102,10 +113,20 @@ def block_key(before: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+#: Most tokens of a prompt that get logits in a step, where its log probabilities are asked for: rows of a large
+#: vocabulary take memory.
+_SCORED = 128
+
+
 class Request:
     """One request: its tokens, how many of them are in the cache, and where.
 
     Attributes:
+        most: Most tokens that a step computes.
+        whole: Whether all tokens of the prompt must be computed, so that no shared prefix is of use.
+        prompt_logprobs: Of the tokens of the prompt after the first, as far as they are computed.
+        mask: Finds the tokens that the grammar allows behind the last one.
+        vector: Of a request for a vector: the state, or the sum of the states, as far as they are computed.
         tokens: Prompt and output.
         computed: The first so many tokens are in the cache.
         blocks: Their blocks, in order.
@@ -118,11 +139,20 @@ class Request:
         self,
         request_id: str,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         limit: int,
         ends: frozenset[int],
         stream: TextStream | None,
     ) -> None:
+        self.pooling = params if isinstance(params, PoolingParams) else None
+        params = SamplingParams() if isinstance(params, PoolingParams) else params
+        scored = params.prompt_logprobs is not None
+        self.most = _SCORED if scored else len(prompt) + limit
+        self.whole = scored or (self.pooling is not None and self.pooling.pooling != "last")
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.vector: torch.Tensor | None = None
+        self.mask: Future[None] | None = None
+        self.matcher = None if params.grammar is None else params.grammar.matcher()
         self.id = request_id
         self.prompt_length = len(prompt)
         self.tokens = list(prompt)
@@ -152,6 +182,38 @@ class Request:
     def new_tokens(self) -> int:
         """Length of the output."""
         return len(self.tokens) - self.prompt_length
+
+    def scored(self, first: int, last: int) -> range:
+        """Return the places of ``first`` to ``last`` whose logits tell of the next token of the prompt."""
+        if self.params.prompt_logprobs is None or self.new_tokens:
+            return range(0)
+        return range(first, min(last, self.prompt_length - 1))
+
+    def score(self, first: int, logits: torch.Tensor) -> None:
+        """Note log probabilities of the prompt: of the tokens behind the places that begin with ``first``."""
+        count = self.params.prompt_logprobs
+        assert count is not None
+        if first == 0:  # once more, after it gave way to another request
+            self.prompt_logprobs.clear()
+        for place, row in enumerate(logits, first + 1):
+            self.prompt_logprobs.append(_logprobs(row, self.tokens[place], count))
+
+    def pool(self, first: int, states: torch.Tensor) -> None:
+        """Take the states of the tokens that begin with ``first``."""
+        assert self.pooling is not None
+        if self.pooling.pooling == "last":
+            self.vector = states[-1].float()
+        elif first == 0:
+            rows = states if self.pooling.pooling == "mean" else states[:1]
+            self.vector = rows.float().sum(0)
+        elif self.pooling.pooling == "mean":
+            assert self.vector is not None
+            self.vector = self.vector + states.float().sum(0)
+
+    def pooled(self) -> torch.Tensor:
+        """Return the vector of the whole prompt."""
+        assert self.pooling is not None and self.vector is not None
+        return self.vector / (self.prompt_length if self.pooling.pooling == "mean" else 1)
 
     def extend_keys(self, block_size: int, length: int) -> list[bytes]:
         """Return the keys of the full blocks of the first ``length`` tokens."""
@@ -185,8 +247,10 @@ class Batch:
         tables: int32 ``[B, M]`` blocks of each request, the rest zero.
         starts: int32 ``[B + 1]``.
         lengths: int32 ``[B]``: tokens in the cache after the pass.
-        rows: int64 ``[R]`` places of tokens whose logits are needed, None for the last one of each request.
-        complete: The R requests.
+        rows: int64 ``[R + S]`` places of tokens whose logits are needed, None for the last one of each request.
+        requests: The B requests.
+        complete: The R requests that get a token by the first rows.
+        scored: Requests with the place in the prompt and the number of further rows, S together.
     """
 
     tokens: Tensor
@@ -196,7 +260,9 @@ class Batch:
     starts: Tensor
     lengths: Tensor
     rows: Tensor | None
+    requests: list[Request]
     complete: list[Request]
+    scored: list[tuple[Request, int, int]]
 
 
 class BlockTables:
@@ -227,9 +293,15 @@ class BlockTables:
         slots: list[int] = []
         starts, lengths, rows = [0], [], []
         complete = []
+        more: list[int] = []
+        scored = []
         for request, count in chosen:
             self._update(request)
             first, last = request.computed, request.computed + count
+            places = request.scored(first, last)
+            if places:
+                more += range(len(tokens), len(tokens) + len(places))
+                scored.append((request, first, len(places)))
             tokens += request.tokens[first:last]
             positions += range(first, last)
             blocks = request.blocks
@@ -249,8 +321,14 @@ class BlockTables:
             tables=self._table[order, :width],
             starts=torch.tensor(starts, dtype=torch.int32),
             lengths=torch.tensor(lengths, dtype=torch.int32),
-            rows=None if len(rows) == len(chosen) else torch.tensor(rows, dtype=torch.int64),
+            rows=(
+                None
+                if len(rows) == len(chosen) and not more
+                else torch.tensor(rows + more, dtype=torch.int64)
+            ),
+            requests=[request for request, _ in chosen],
             complete=complete,
+            scored=scored,
         )
 
 
@@ -307,7 +385,9 @@ def _group(params: SamplingParams) -> tuple[float, int, float, float] | None:
 
 
 def _changed(request: Request) -> bool:
-    return request.params.penalized or request.new_tokens < request.params.min_new_tokens
+    params = request.params
+    early = request.new_tokens < params.min_new_tokens
+    return params.penalized or early or bool(params.logit_bias) or request.matcher is not None
 
 
 def _change(request: Request, row: Tensor) -> None:
@@ -325,11 +405,16 @@ def _change(request: Request, row: Tensor) -> None:
             row[places] -= (times * params.frequency_penalty + params.presence_penalty).to(
                 row.dtype
             )
-    if request.new_tokens < params.min_new_tokens:
+    if params.logit_bias:
+        places = torch.tensor(list(params.logit_bias))
+        row[places] += torch.tensor(list(params.logit_bias.values())).to(row.dtype)
+    if request.new_tokens < params.min_new_tokens and request.matcher is None:
         ends = sorted({*request.ends, *params.stop_token_ids})
         row[
             torch.tensor([end for end in ends if end < row.numel()], dtype=torch.int64)
         ] = -torch.inf
+    if request.matcher is not None:
+        request.matcher.apply(row)
 
 
 def _logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:

@@ -52,7 +52,7 @@ class Scheduler:
         while index < len(self.running):
             request = self.running[index]
             generating -= request.missing == 1
-            count = min(request.missing, budget - generating)
+            count = min(request.missing, budget - generating, request.most)
             if count > 0 and self._make_room(request, count):
                 chosen.append((request, count))
                 budget -= count
@@ -94,7 +94,7 @@ class Scheduler:
             request = self.waiting[0]
             # The last token is always computed: its logits are needed.
             keys = request.extend_keys(size, len(request.tokens) - 1)
-            found = self.pool.find(keys)
+            found = self.pool.find(() if request.whole else keys)
             fresh = -(-len(request.tokens) // size) - len(found)
             available = self.pool.available - sum(map(self.pool.is_kept, found))
             # One block more for each that runs: a request that is preempted at once has only cost time.
@@ -109,7 +109,7 @@ class Scheduler:
             request.row = self._rows.pop()
             request.written = 0
             self.running.append(request)
-            count = min(request.missing, budget)
+            count = min(request.missing, budget, request.most)
             chosen.append((request, count))
             budget -= count
 

@@ -164,6 +164,7 @@ class Runner:
         context_lens: Tensor,
         rows: Tensor | None = None,
         length: int | None = None,
+        states: bool = False,
     ) -> Tensor:
         """Run new tokens of some sequences and return logits.
 
@@ -177,9 +178,10 @@ class Runner:
             context_lens: int32 ``[B]``, history and new tokens of each sequence.
             rows: int64 ``[R]``, the tokens that get logits; None: the last one of each sequence.
             length: Length of the sequences that angles of rotation may depend on; None: of the longest one.
+            states: Return what the head reads instead, for all tokens.
 
         Returns:
-            Logits ``[R, vocab_size]`` in the dtype of the model.
+            Logits ``[R, vocab_size]``, or states ``[T, H]``, in the dtype of the model.
 
         Raises:
             RuntimeError: A token, position, slot or block is out of range.
@@ -190,7 +192,7 @@ class Runner:
         most = 1 if singles else int((query_starts[1:] - query_starts[:-1]).max())
         step = Step(slot_mapping, block_tables, query_starts, context_lens, longest, most, singles)
         hidden = self.embed(tokens, positions)
-        return self.run(cache, hidden, positions, step, rows, logits=True, length=length)
+        return self.run(cache, hidden, positions, step, rows, logits=not states, length=length)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the rows ``[T, H]`` that the first layer reads."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from ipex_llm.entrypoints.cli.common import (
     Threads,
     TrustRemoteCode,
     errors,
+    load_encoder,
     load_model,
     load_tokenizer,
     quiet_transformers,
@@ -259,17 +261,27 @@ def serve(
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds that running requests get when the server stops.")
     ] = 30,
+    log_requests: Annotated[
+        bool,
+        typer.Option("--log-requests", help="Write a line of JSON to standard error per request."),
+    ] = False,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve a model folder over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health."""
+    """Serve a model folder over HTTP, as the OpenAI API has it.
+
+    Decoders answer /v1/completions and /v1/chat/completions, and like encoders /v1/embeddings, /rerank and /v1/score.
+    Besides, there are /tokenize, /detokenize, /v1/models, /metrics and /health.
+    """
     set_threads(threads)
     console = make_console(stderr=True)
     with errors():
         from ipex_llm.engine import Engine
+        from ipex_llm.engine.encoder import EncoderEngine
         from ipex_llm.entrypoints.openai.guard import protocol
         from ipex_llm.entrypoints.openai.server import Settings, create_app
         from ipex_llm.entrypoints.openai.worker import Worker
+        from ipex_llm.model_loader.pooling import encoder_class, read_pooling
 
         key = None if api_key_file is None else read_key(api_key_file)
         hosts = None
@@ -281,13 +293,26 @@ def serve(
                 style="yellow",
             )
         tokenizer = load_tokenizer(model, trust_remote_code)
-        engine = Engine(
-            load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
-            tokenizer,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
-        )
+        encoder = encoder_class(model)
+        pooling = read_pooling(model, encoder is not None)
+        engine: Engine | EncoderEngine
+        if encoder is not None:
+            engine = EncoderEngine(
+                load_encoder(model, encoder, dtype, trust_remote_code),
+                tokenizer,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+            )
+            about = f"an encoder, texts of at most {engine.max_model_len:,} tokens"
+        else:
+            engine = Engine(
+                load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
+                tokenizer,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
+            )
+            about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
 
         settings = Settings(
@@ -298,12 +323,16 @@ def serve(
             max_prompt_characters=max_prompt_chars,
             request_timeout=request_timeout,
             hosts=hosts,
+            pooling=pooling,
+            log_requests=log_requests,
         )
+        if log_requests:
+            lines = logging.getLogger("ipex.requests")
+            lines.setLevel(logging.INFO)
+            lines.addHandler(logging.StreamHandler())
+            lines.propagate = False
         app = create_app(Worker(engine, max_queue), settings)
-        console.print(
-            f"{settings.name}: cache of {engine.stats().blocks * engine.block_size:,} tokens",
-            highlight=False,
-        )
+        console.print(f"{settings.name}: {about}", highlight=False)
         uvicorn.run(
             app,
             host=host,

@@ -216,6 +216,48 @@ def load_model(
         return ipex_llm.optimize(model, dtype=float_dtype, inplace=True, **options)
 
 
+def load_encoder(folder: Path, kind: str, dtype: str, trust_remote_code: bool = False) -> Any:
+    """Return the encoder of a folder, optimized.
+
+    Args:
+        folder: A model folder.
+        kind: The class of transformers that loads it; see `ipex_llm.model_loader.pooling.encoder_class`.
+        dtype: One of `DTYPES` without quantized weights.
+        trust_remote_code: Run the Python code that the folder names as its model.
+
+    Raises:
+        CheckpointError: The folder is incomplete or damaged.
+        ValueError: The dtype is a quantized one.
+    """
+    import torch
+    import transformers
+
+    from ipex_core.optimization import optimize
+    from ipex_quant.util.safetensors import CheckpointError, check_model_folder
+    from ipex_quant.weight_only.build import building
+
+    name, weights = DTYPES[dtype]
+    if weights is not None:
+        raise ValueError(f"serve: dtype must be bf16, fp16 or fp32 for an encoder, got {dtype}")
+    check_model_folder(folder)
+    quiet_transformers()
+    with building(folder):
+        loaded: Any = getattr(transformers, kind).from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+        model, about = loaded
+        # The pooler of a base model is not used where states are pooled.
+        missing = sorted(k for k in about["missing_keys"] if not k.startswith("pooler."))
+        if missing:
+            raise CheckpointError(
+                f"{folder} must have all weights of the model, got no {missing[0]}"
+            )
+        return optimize(model.eval(), dtype=getattr(torch, name), inplace=True)
+
+
 def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Build the model without weights and let the optimization fill it from the folder."""
     import torch

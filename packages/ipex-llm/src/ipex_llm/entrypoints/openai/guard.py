@@ -9,7 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
+import re
+import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
@@ -18,6 +22,7 @@ from ipex_llm.entrypoints.openai.protocol import ApiError
 from ipex_llm.entrypoints.openai.worker import Metrics
 
 log = logging.getLogger("ipex")
+requests = logging.getLogger("ipex.requests")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,7 +30,17 @@ Send = Callable[[Message], Awaitable[None]]
 Value = TypeVar("Value")
 
 #: Paths whose requests have a body; of others none is read.
-_BODIES = {"/v1/completions", "/v1/chat/completions"}
+_BODIES = {
+    *(
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+    ),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
+}
 #: Paths that are counted by name; others together, so that clients cannot fill the memory with names.
 _PATHS = {*_BODIES, "/v1/models", "/metrics", "/health"}
 #: Paths that need no key.
@@ -51,6 +66,7 @@ class Guard:
         hosts: Names that the header Host may have (without port); None for any.
         timeout: Seconds in which the body must come; slower ones get the status 408.
         max_requests: Most requests with a body that are read or answered at the same time; more get the status 429.
+        log_requests: Write a line of JSON for each request to the logger ``ipex.requests``.
     """
 
     def __init__(
@@ -62,6 +78,7 @@ class Guard:
         hosts: Collection[str] | None = None,
         timeout: float = 30.0,
         max_requests: int = 1024,
+        log_requests: bool = False,
     ) -> None:
         self.app = app
         self.max_body = max_body
@@ -70,6 +87,7 @@ class Guard:
         self.hosts = None if hosts is None else {host.lower() for host in hosts}
         self.timeout = timeout
         self.max_requests = max_requests
+        self.log_requests = log_requests
         self._requests = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -79,7 +97,15 @@ class Guard:
         if scope["type"] != "http":  # a WebSocket: not supported
             await send({"type": "websocket.close", "code": 1000})
             return
-        answer = _Answer(send, self.metrics, scope["path"] if scope["path"] in _PATHS else "other")
+        path = scope["path"] if scope["path"] in _PATHS else "other"
+        answer = _Answer(send, self.metrics, path, _identity(scope["headers"]))
+        try:
+            await self._answer(scope, receive, answer)
+        finally:
+            if self.log_requests:
+                requests.info("%s", answer.line(scope["method"]))
+
+    async def _answer(self, scope: Message, receive: Receive, answer: _Answer) -> None:
         try:
             await self._run(scope, receive, answer)
         except _ClientGone:
@@ -89,7 +115,7 @@ class Guard:
             with contextlib.suppress(asyncio.CancelledError):
                 await answer.fail(ApiError(503, "the server is shutting down", "server_error"))
         except Exception:
-            log.exception("a request failed")
+            log.exception("the request %s failed", answer.identity)
             await answer.fail(ApiError(500, "the server failed; see its log", "server_error"))
 
     async def _run(self, scope: Message, receive: Receive, answer: _Answer) -> None:
@@ -207,7 +233,11 @@ class _Replay:
 class _Answer:
     """The way to the client, which remembers how far the answer has come."""
 
-    def __init__(self, send: Send, metrics: Metrics, path: str) -> None:
+    def __init__(self, send: Send, metrics: Metrics, path: str, identity: str) -> None:
+        self.identity = identity
+        self._begun = time.monotonic()
+        self._status = 499  # unless there is an answer
+        self._bytes = 0
         self._send = send
         self._metrics = metrics
         self._path = path
@@ -218,10 +248,27 @@ class _Answer:
             self._started = True
             kind = dict(message.get("headers", ())).get(b"content-type", b"")
             self._events = kind.startswith(b"text/event-stream")
-            self._metrics.response(self._path, message["status"])
+            self._status = message["status"]
+            self._metrics.response(self._path, self._status)
+            name = (b"x-request-id", self.identity.encode())
+            message = {**message, "headers": [*message.get("headers", ()), name]}
         elif message["type"] == "http.response.body":
             self._done = not message.get("more_body", False)
+            self._bytes += len(message.get("body", b""))
         await self._send(message)
+
+    def line(self, method: str) -> str:
+        """Return what is written of the request: nothing that the client has sent but its own name for it."""
+        found = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "request_id": self.identity,
+            "method": method[:16],
+            "path": self._path,
+            "status": self._status,
+            "bytes": self._bytes,
+            "seconds": round(time.monotonic() - self._begun, 6),
+        }
+        return json.dumps(found)
 
     async def fail(self, error: ApiError, close: bool = False) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
@@ -238,6 +285,14 @@ class _Answer:
             headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
+
+
+def _identity(headers: list[tuple[bytes, bytes]]) -> str:
+    """Return the client's name for its request, if it has one of a few letters, or a new one."""
+    given = [value for name, value in headers if name == b"x-request-id"]
+    if len(given) == 1 and re.fullmatch(rb"[\w.-]{1,64}", given[0]):
+        return given[0].decode("ascii")
+    return secrets.token_hex(16)
 
 
 def _host(value: bytes) -> str:

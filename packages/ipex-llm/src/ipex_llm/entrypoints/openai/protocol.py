@@ -7,13 +7,16 @@ import asyncio
 import contextlib
 import gc
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import SamplingParams
-from ipex_llm.engine.params import MAX_STOP, MAX_STOP_TOKENS
+from ipex_llm.engine.params import MAX_BIASES, MAX_STOP, MAX_STOP_TOKENS
+from ipex_llm.entrypoints.openai.chat import forced_schema
+from ipex_llm.entrypoints.openai.grammar import Wanted
 
 #: Characters of a message that is sent; more would repeat what the client sent.
 _LONGEST = 600
@@ -80,6 +83,8 @@ except ImportError as _error:
 MAX_CHOICES = 16
 #: Most messages of a conversation, and most parts of all of them.
 MAX_MESSAGES, MAX_PARTS = 4096, 4096
+#: Most tools of a request, calls of a message, and texts that an output can be chosen from.
+MAX_TOOLS, MAX_CALLS, MAX_TEXTS = 128, 128, 1000
 
 #: Bytes of a body that is read at once, on the event loop.
 _AT_ONCE = 16 << 10
@@ -94,11 +99,82 @@ Body = TypeVar("Body", bound=BaseModel)
 
 class StreamOptions(BaseModel):
     include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+
+
+class StructuredOutputs(BaseModel):
+    """What an output must be, as vLLM has it; one of them."""
+
+    # "json" would hide a method of pydantic's models.
+    schema_: Any = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: Flag = False
+
+    @field_validator("choice", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        return short(value, MAX_TEXTS, "texts")
+
+    def wanted(self, field: str) -> list[Wanted]:
+        """Return what is asked for."""
+        found = []
+        if self.schema_ is not None:
+            found.append(schema_wanted(self.schema_, f"{field}.json"))
+        if self.json_object:
+            found.append(schema_wanted({"type": "object"}, f"{field}.json_object"))
+        if self.choice is not None:
+            text = json.dumps(self.choice, ensure_ascii=False)
+            found.append(Wanted("choice", text, f"{field}.choice"))
+        if self.regex is not None:
+            found.append(Wanted("regex", self.regex, f"{field}.regex"))
+        if self.grammar is not None:
+            found.append(Wanted("grammar", self.grammar, f"{field}.grammar"))
+        return found
+
+
+class JsonSchema(BaseModel):
+    name: str = Field("", max_length=200)
+    schema_: Any = Field(None, alias="schema")
+    strict: Flag | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The form of the output, as the OpenAI API has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def wanted(self, field: str) -> list[Wanted]:
+        """Return what is asked for."""
+        if self.type == "text":
+            return []
+        if self.type == "json_object":
+            return [schema_wanted({"type": "object"}, field)]
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        name = f"{field}.json_schema"
+        if schema is None:
+            raise ValueError(f"{name} must have a schema, got none")
+        return [schema_wanted(schema, name)]
+
+
+def schema_wanted(schema: Any, field: str) -> Wanted:
+    """Return what a JSON schema asks for.
+
+    Raises:
+        ValueError: It is no JSON object.
+    """
+    if isinstance(schema, str):
+        return Wanted("json", schema, field)
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"{field} must be a JSON object, got {type(schema).__name__}")
+    return Wanted("json", json.dumps(schema, ensure_ascii=False), field)
 
 
 class _Common(BaseModel):
     model: str | None = None
-    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     min_tokens: Integer = Field(0, ge=0)
     temperature: Number = Field(1.0, ge=0, le=100)
     top_p: Number = Field(1.0, ge=0, le=1)
@@ -114,18 +190,59 @@ class _Common(BaseModel):
     repetition_penalty: Number = Field(1.0, ge=0.01, le=1e6)
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    # Would change the answer, and is not supported: refused unless it has no effect.
-    logit_bias: Any = None
+    logit_bias: dict[str, Number] | None = None
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, value: Any) -> Any:
+        return short(value, MAX_BIASES, "tokens")
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, value: dict[str, float] | None) -> Any:
+        for token, bias in (value or {}).items():
+            if not re.fullmatch(r"[0-9]{1,9}", token):
+                raise wrong(f"must have ids of tokens as names, got {token[:40]!r}")
+            if not -100 <= bias <= 100:
+                raise wrong(f"must have numbers in [-100, 100], got {bias:g}")
+        return value
+
+    def wanted(self) -> Wanted | None:
+        """Return what the output must be, or None.
+
+        Raises:
+            ValueError: It must be several things, or a rule has a wrong form.
+        """
+        found: list[Wanted] = []
+        for name in ("response_format", "structured_outputs"):
+            part = getattr(self, name)
+            found += [] if part is None else part.wanted(name)
+        if self.regex is not None:
+            found.append(Wanted("regex", self.regex, "regex"))
+        if self.grammar is not None:
+            found.append(Wanted("grammar", self.grammar, "grammar"))
+        if len(found) > 1:
+            names = " and ".join(one.field for one in found)
+            raise ValueError(f"{found[0].field} must be the one rule for the output, got {names}")
+        for one in found:
+            one.check()
+        return found[0] if found else None
 
     @field_validator("stop", mode="before")
     @classmethod
     def _few_stops(cls, value: Any) -> Any:
-        return _short(value, MAX_STOP, "strings")
+        return short(value, MAX_STOP, "strings")
 
     @field_validator("stop_token_ids", mode="before")
     @classmethod
     def _few_tokens(cls, value: Any) -> Any:
-        return _short(value, MAX_STOP_TOKENS, "tokens")
+        return short(value, MAX_STOP_TOKENS, "tokens")
 
 
 class CompletionRequest(_Common):
@@ -140,36 +257,14 @@ class CompletionRequest(_Common):
     @field_validator("prompt")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        # By hand: of a union of lists pydantic would report each of a million elements, for each kind of list.
-        if isinstance(value, list):
-            texts = all(type(part) is str for part in value[:MAX_CHOICES])
-            lists = all(type(part) is list for part in value[:MAX_CHOICES])
-            if value and (texts or lists) and len(value) > MAX_CHOICES:
-                what = f"must have at most {MAX_CHOICES} prompts, got {len(value)}"
-                raise PydanticCustomError("prompt", what)  # type: ignore[arg-type]
-            good = all(map(_text, value)) if texts else all(map(_ids, value if lists else [value]))
-        else:
-            good = _text(value)
-        if not good:
-            got = "a list of something else" if isinstance(value, list) else type(value).__name__
-            what = f"must be text, a list of texts, token ids, or a list of lists of token ids, got {got}"
-            raise PydanticCustomError("prompt", what)  # type: ignore[arg-type]
-        return value
+        return check_prompts(value, MAX_CHOICES, "prompts")
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one for each set of choices."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return prompts_of(self.prompt)
 
     def refused(self) -> str | None:
         """Return the field that is not supported, or None."""
-        if self.logit_bias:
-            return "logit_bias"
-        if self.echo:
-            return "echo"
         if self.suffix:
             return "suffix"
         return "best_of" if self.best_of not in (None, self.n) else None
@@ -185,17 +280,85 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call as chat templates take it: with its arguments as an object, if they are one."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        found: dict[str, Any] = {"type": "function", "function": function}
+        return found if self.id is None else {"id": self.id, **found}
+
+
 class Message(BaseModel):
     """One message of a conversation."""
 
     role: str
     content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        return short(value, MAX_CALLS, "calls")
+
+    def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+        found: dict[str, Any] = {"role": self.role, "content": text}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return found
+
+
+FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+
+
+class Function(BaseModel):
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    strict: Flag | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+#: Names of the chat template's arguments that clients cannot set.
+_RESERVED = frozenset(
+    {"chat_template", "tokenize", "messages", "conversation", "tools", "return_tensors"}
+    | {"return_dict", "padding", "truncation", "max_length", "tokenizer_kwargs", "documents"}
+    | {"return_assistant_tokens_mask", "self"}
+)
 
 
 class ChatRequest(_Common):
@@ -205,24 +368,81 @@ class ChatRequest(_Common):
     max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: Flag = False
     top_logprobs: Integer = Field(0, ge=0, le=20)
-    tools: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Flag = True
+    chat_template_kwargs: dict[str, str | Flag | Integer | Number | None] | None = None
     functions: Any = None
 
     @field_validator("messages", mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        return _short(value, MAX_MESSAGES, "messages", MAX_PARTS)
+        return short(value, MAX_MESSAGES, "messages", MAX_PARTS)
 
-    response_format: dict[str, Any] | None = None
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _few_tools(cls, value: Any) -> Any:
+        return short(value, MAX_TOOLS, "tools")
+
+    @field_validator("tools")
+    @classmethod
+    def _other_names(cls, value: list[Tool] | None) -> Any:
+        names = Counter(tool.function.name for tool in value or ())
+        if names and (first := names.most_common(1)[0])[1] > 1:
+            raise wrong(f"must have names of their own, got {first[0]!r} twice")
+        return value
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _few_arguments(cls, value: Any) -> Any:
+        if isinstance(value, dict) and (taken := sorted(_RESERVED & value.keys())):
+            raise wrong(f"must have arguments of the model's own template, got {taken[0]!r}")
+        return short(value, MAX_TOOLS, "arguments")
 
     def refused(self) -> str | None:
         """Return the field that is not supported, or None."""
-        for name in ("logit_bias", "tools", "functions"):
-            if getattr(self, name):
-                return name
-        if self.response_format and self.response_format.get("type") != "text":
-            return "response_format"
-        return None
+        return "functions" if self.functions else None
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the tools that may be called."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.function.name for tool in self.tools or ()]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def forced_name(self) -> str | None:
+        """The tool that must be called, or None."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    def wanted(self) -> Wanted | None:
+        """As for completions; the calls, where there must be some."""
+        found = super().wanted()
+        if not self.forced:
+            return found
+        if found is not None:
+            raise ValueError(f"tool_choice must leave room for {found.field}, got both")
+        if not self.tools:
+            raise ValueError("tool_choice must have tools to choose from, got none")
+        name = self.forced_name
+        if name is not None and name not in self.tool_names:
+            raise ValueError(f"tool_choice must be one of the tools, got {name[:64]!r}")
+        functions = [tool.function for tool in self.tools]
+        wanted = schema_wanted(forced_schema(functions, name, self.parallel_tool_calls), "tools")
+        wanted.check()
+        return wanted
+
+    def template(self) -> dict[str, Any]:
+        """Return the further arguments of the chat template."""
+        found: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        if self.tools and self.tool_choice != "none":
+            found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return found
 
     @property
     def alternatives(self) -> int | None:
@@ -244,7 +464,11 @@ def sampling_params(
     Raises:
         ValueError: A value is out of its range.
     """
-    count = getattr(body, "max_completion_tokens", None) or body.max_tokens or default
+    count = getattr(body, "max_completion_tokens", None) or body.max_tokens
+    echo = getattr(body, "echo", False)
+    if count == 0 and not echo:
+        raise ValueError("max_tokens must be at least 1 without echo, got 0")
+    count = default if count is None else max(count, 1)  # the one token is left out of the answer
     if count > most:
         raise ValueError(f"max_tokens must be at most {most}, got {count}")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -263,21 +487,75 @@ def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         logprobs=body.alternatives,
+        prompt_logprobs=body.alternatives if echo else None,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
     )
 
 
-def _short(value: Any, most: int, name: str, parts: int | None = None) -> Any:
-    """Return a list, after a check of its length: pydantic reads all elements before it looks at that."""
+def prompts_of(value: Any) -> list[str | list[int]]:
+    """Return the prompts that a field has: one text, token ids, or several of them."""
+    one = isinstance(value, str) or (value and isinstance(value[0], int))
+    return [value] if one else list(value)
+
+
+def check_prompts(value: Any, most: int, name: str) -> Any:
+    """Return a field with prompts, after a check of its form.
+
+    Args:
+        value: What it has.
+        most: Most prompts.
+        name: Of what there may be so many.
+    """
+    # By hand: of a union of lists pydantic would report each of a million elements, for each kind of list.
     if isinstance(value, list):
+        texts = all(type(part) is str for part in value[:most])
+        lists = all(type(part) is list for part in value[:most])
+        if value and (texts or lists) and len(value) > most:
+            raise wrong(f"must have at most {most} {name}, got {len(value)}")
+        good = all(map(_text, value)) if texts else all(map(_ids, value if lists else [value]))
+    else:
+        good = _text(value)
+    if not good:
+        got = "a list of something else" if isinstance(value, list) else type(value).__name__
+        raise wrong(
+            f"must be text, a list of texts, token ids, or a list of lists of token ids, got {got}"
+        )
+    return value
+
+
+def wrong(text: str) -> PydanticCustomError:
+    """Return the error of a field; what it says is no template."""
+    return PydanticCustomError("field", "{text}", {"text": text})
+
+
+#: Words of the engine for fields.
+_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+def field_of(error: BaseException, names: Mapping[str, str] = {}) -> str | None:
+    """Return the field that an error of the engine or of a check tells of, or None.
+
+    Args:
+        error: Its message has the form ``place: name must ...``.
+        names: Names of the request for names of the engine.
+    """
+    match = re.match(r"(?:[\w.]+: )?([a-z_][\w.]*)(?: in the chat template)? must ", str(error))
+    name = match[1] if match else None
+    return None if name is None else {**_FIELDS, **(names or {})}.get(name, name)
+
+
+def short(value: Any, most: int, name: str, parts: int | None = None) -> Any:
+    """Return a list or an object, after a check of its length: pydantic reads all of it before it looks at that."""
+    if isinstance(value, (list, dict)):
         if len(value) > most:
-            what = f"must have at most {most} {name}, got {len(value)}"
-            raise PydanticCustomError("length", what)  # type: ignore[arg-type]
+            raise wrong(f"must have at most {most} {name}, got {len(value)}")
         if parts is not None:
             contents = [part.get("content") for part in value if isinstance(part, dict)]
             count = sum(len(content) for content in contents if isinstance(content, list))
             if count > parts:
-                what = f"must have at most {parts} parts, got {count}"
-                raise PydanticCustomError("length", what)  # type: ignore[arg-type]
+                raise wrong(f"must have at most {parts} parts, got {count}")
     return value
 
 
@@ -312,6 +590,18 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+#: What pydantic puts into the place of an error for the part of a union that was tried.
+_PARTS = frozenset({"str", "bool", "int", "float", "NamedTool"})
+
+
+def _place(parts: Sequence[int | str], names: Mapping[str, str]) -> str:
+    """Return the field that an error is in; the first part may have another name."""
+    named = [p for p in parts if isinstance(p, int) or (p.isidentifier() and p not in _PARTS)]
+    if named:
+        named[0] = names.get(str(named[0]), named[0])
+    return ".".join(str(part)[:80] for part in named[:4]) or "body"
 
 
 async def read_body(kind: type[Body], request: Request, turn: asyncio.Semaphore) -> Body:
@@ -361,10 +651,27 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         raise ApiError(400, "body: must be JSON that is not nested deeply", param="body") from None
     except ValueError as error:
         raise ApiError(400, f"body: must be JSON, got {error}"[:300], param="body") from None
+    return _validated(kind, found, {})
+
+
+def chat_of(found: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """Return a chat that another form of request asks for.
+
+    Args:
+        found: Its fields.
+        names: Fields of the other form for fields of a chat.
+
+    Raises:
+        ApiError: As for `read_body`.
+    """
+    return _validated(ChatRequest, found, names)
+
+
+def _validated(kind: type[Body], found: Any, names: Mapping[str, str]) -> Body:
     try:
         return kind.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part)[:80] for part in first["loc"][:4]) or "body"
+        place = _place(first["loc"], names)
         text = f"{place}: {first['msg']}"[:300]
         raise ApiError(400, text, param=place) from None

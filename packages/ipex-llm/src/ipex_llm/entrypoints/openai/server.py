@@ -7,30 +7,39 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+import math
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
-from ipex_llm.engine import StepOutput
+from ipex_llm.engine import StepOutput, TokenLogprobs
+from ipex_llm.engine.encoder import EncoderEngine
+from ipex_llm.entrypoints.openai import responses
+from ipex_llm.entrypoints.openai.chat import Parser, family_of, forced_parser
+from ipex_llm.entrypoints.openai.grammar import Grammars, Wanted
 from ipex_llm.entrypoints.openai.guard import Guard
+from ipex_llm.entrypoints.openai.job import Job, failure, submit
+from ipex_llm.entrypoints.openai.pooling import (
+    Detokenize,
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+    Tokenize,
+)
 from ipex_llm.entrypoints.openai.protocol import (
     MAX_CHOICES,
     ApiError,
     ChatRequest,
     CompletionRequest,
+    field_of,
     read_body,
     sampling_params,
 )
+from ipex_llm.entrypoints.openai.responses import Answer, ResponsesRequest
 from ipex_llm.entrypoints.openai.texts import Prompts, Reply, usage
-from ipex_llm.entrypoints.openai.worker import (
-    Accepted,
-    Failed,
-    QueueFull,
-    RequestError,
-    StoppedError,
-    Ticket,
-    Worker,
-)
+from ipex_llm.entrypoints.openai.worker import Accepted, Failed, StoppedError, Ticket, Worker
+from ipex_llm.model_loader.pooling import PoolingConfig
 
 try:
     from fastapi import FastAPI, Request
@@ -41,6 +50,8 @@ except ImportError as _error:
 
 __all__ = ["ApiError", "Settings", "create_app"]
 
+#: Places whose log probabilities are put into words at once, on the event loop.
+_AT_ONCE = 16
 #: Requests that are read beside those that the queue takes, to tell them that it is full.
 _REFUSED = 16
 
@@ -58,6 +69,8 @@ class Settings:
             tokenized; None for 16 times the context.
         request_timeout: Seconds in which a request must come.
         hosts: Names that the header Host may have; None for any.
+        pooling: How vectors and scores are made.
+        log_requests: Write a line of JSON for each request to the logger ``ipex.requests``.
     """
 
     name: str
@@ -67,20 +80,12 @@ class Settings:
     max_prompt_characters: int | None = None
     request_timeout: float = 30.0
     hosts: tuple[str, ...] | None = None
+    pooling: PoolingConfig = dataclasses.field(default_factory=PoolingConfig)
+    log_requests: bool = False
 
 
 def _response(error: ApiError) -> Response:
     return Response(error.json(), error.status, error.headers)
-
-
-def _failure(event: Failed) -> ApiError:
-    if isinstance(event.error, StoppedError):
-        return ApiError(503, str(event.error), "server_error")
-    if event.of_the_request:
-        return ApiError(400, str(event.error))
-    if isinstance(event.error, RequestError):
-        return ApiError(500, str(event.error), "server_error")
-    return ApiError(500, "the engine failed; see the log of the server", "server_error")
 
 
 def create_app(worker: Worker, settings: Settings) -> FastAPI:
@@ -94,6 +99,9 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        if not isinstance(worker.engine, EncoderEngine):
+            prepared = asyncio.ensure_future(worker.apart(api.grammars.prepare))
+            prepared.add_done_callback(lambda done: done.cancelled() or done.exception())
         yield
         await asyncio.to_thread(worker.stop)
 
@@ -107,6 +115,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         hosts=settings.hosts,
         timeout=settings.request_timeout,
         max_requests=worker.limit + _REFUSED,
+        log_requests=settings.log_requests,
     )
     api = _Api(worker, settings)
     turn = asyncio.Semaphore(1)
@@ -114,6 +123,10 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     @app.exception_handler(ApiError)
     async def on_error(request: Request, error: ApiError) -> Response:
         return _response(error)
+
+    @app.exception_handler(StoppedError)
+    async def on_stop(request: Request, error: StoppedError) -> Response:
+        return _response(ApiError(503, str(error), "server_error"))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -149,6 +162,40 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         body = await read_body(ChatRequest, request, turn)
         return await api.answer(request, body, [[m.plain() for m in body.messages]], True)
 
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        body = await read_body(ResponsesRequest, request, turn)
+        chat = body.chat()
+        answer = Answer(settings.name, body)
+        return await api.answer(request, chat, [[m.plain() for m in chat.messages]], True, answer)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        return await api.pooled.embed(request, await read_body(EmbeddingRequest, request, turn))
+
+    @app.post("/rerank")
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    async def rerank(request: Request) -> Response:
+        return await api.pooled.rerank(request, await read_body(RerankRequest, request, turn))
+
+    @app.post("/score")
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        return await api.pooled.score(request, await read_body(ScoreRequest, request, turn))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(Tokenize, request, turn)
+        api.check_model(body.model)
+        return JSONResponse(await worker.apart(lambda: body.answer(api.prompts, api.tokenizer)))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(Detokenize, request, turn)
+        api.check_model(body.model)
+        return JSONResponse(await worker.apart(lambda: body.answer(api.prompts, api.tokenizer)))
+
     return app
 
 
@@ -161,6 +208,11 @@ class _Api:
         self.engine = worker.engine
         self.tokenizer = worker.engine.tokenizer
         self.prompts = Prompts(worker.engine, settings.max_prompt_characters)
+        self.grammars = Grammars(worker.engine)
+        self.pooled = Pooled(
+            worker, settings.name, settings.pooling, self.prompts, self.check_model
+        )
+        self.family = family_of(str(getattr(self.tokenizer, "chat_template", None) or ""))
 
     def model(self) -> dict[str, Any]:
         return {
@@ -176,14 +228,25 @@ class _Api:
             text = f"the model {name[:100]!r} does not exist, only {self.settings.name!r}"
             raise ApiError(404, text, param="model")
 
+    def check_generates(self) -> None:
+        """Raise an error if the model writes no text."""
+        if isinstance(self.engine, EncoderEngine):
+            what = (
+                f"the model {self.settings.name!r} must be a decoder for this path, got an encoder"
+            )
+            raise ApiError(400, what, param="model")
+
     def metrics(self) -> str:
         now = self.engine.stats()
         worker = self.worker
         gauges = {
-            "requests_running": ("Requests in the batch.", now.running),
-            "requests_waiting": ("Requests that wait.", worker.unfinished - now.running),
+            "vllm:num_requests_running": ("Requests in the batch.", now.running),
+            "vllm:num_requests_waiting": ("Requests that wait.", worker.unfinished - now.running),
+            "vllm:kv_cache_usage_perc": (
+                "Part of the cache that running requests have, from 0 to 1.",
+                now.blocks_held / max(now.blocks, 1),
+            ),
             "cache_blocks": ("Blocks of the cache.", now.blocks),
-            "cache_blocks_used": ("Blocks of running requests.", now.blocks_held),
         }
         counters = {
             "steps_total": ("Batches computed.", now.steps),
@@ -192,12 +255,19 @@ class _Api:
             "requests_failed_total": ("Requests whose logits were not finite.", now.failed),
             "requests_rejected_total": ("Requests refused: the queue was full.", worker.rejected),
             "engine_errors_total": ("Batches that failed.", worker.errors),
-            "preemptions_total": ("Requests that had to be computed again.", now.preemptions),
-            "prompt_tokens_total": ("Tokens of prompts.", now.prompt_tokens),
-            "cached_tokens_total": ("Tokens of prompts found in the cache.", now.cached_tokens),
-            "generated_tokens_total": ("New tokens.", now.generated_tokens),
+            "vllm:num_preemptions_total": (
+                "Requests that had to be computed again.",
+                now.preemptions,
+            ),
+            "vllm:prompt_tokens_total": ("Tokens of prompts.", now.prompt_tokens),
+            "vllm:prefix_cache_hits_total": (
+                "Tokens of prompts found in the cache.",
+                now.cached_tokens,
+            ),
+            "vllm:generation_tokens_total": ("New tokens.", now.generated_tokens),
         }
         return worker.metrics.text(
+            self.settings.name,
             {name: (text, float(value)) for name, (text, value) in gauges.items()},
             {name: (text, float(value)) for name, (text, value) in counters.items()},
         )
@@ -208,118 +278,167 @@ class _Api:
         body: CompletionRequest | ChatRequest,
         prompts: Sequence[Any],
         chat: bool,
+        answer: Answer | None = None,
     ) -> Response:
+        """Run the prompts of a request.
+
+        Args:
+            request: Whose client waits.
+            body: The request.
+            prompts: Its prompts.
+            chat: Whether they are conversations.
+            answer: Makes the answer, where it has another form.
+        """
         self.check_model(body.model)
+        self.check_generates()
         refused = body.refused()
         if refused is not None:
             raise ApiError(
                 400, f"{refused} is not supported: remove it from the request", param=refused
             )
         if not prompts:
-            raise ApiError(400, "prompt must have at least one prompt, got none")
+            raise ApiError(400, "prompt must have at least one prompt, got none", param="prompt")
         if len(prompts) * body.n > MAX_CHOICES:
-            raise ApiError(400, f"prompts and n must give at most {MAX_CHOICES} choices")
+            raise ApiError(400, f"prompts and n must give at most {MAX_CHOICES} choices", param="n")
         most = self.settings.max_new_tokens or self.engine.max_model_len
         # The API's default for completions is 16; a chat ends where the model ends it.
         default = most if chat else min(16, most)
         try:
+            wanted = body.wanted()
+            if wanted is not None:
+                self.grammars.check()
             params = [sampling_params(body, choice, most, default) for choice in range(body.n)]
             for prompt in prompts:
                 self.prompts.check(prompt, chat)
         except ValueError as error:
+            raise ApiError(400, str(error), param=field_of(error)) from None
+        except MissingComponentError as error:
             raise ApiError(400, str(error)) from None
-        requests = [(self.prompts.tokens(prompt, chat), params) for prompt in prompts]
-        try:
-            tickets = self.worker.submit(requests)
-        except QueueFull as error:
-            raise ApiError(429, str(error), "rate_limit_error") from None
-        except StoppedError as error:
-            raise ApiError(503, str(error), "server_error") from None
-        job = Job(self.worker, tickets, body.n)
+        template: dict[str, Any] = {}
+        if isinstance(body, ChatRequest):
+            template = body.template()
+            if self.family.special:
+                params = [one.replace(skip_special_tokens=False) for one in params]
+
+        def changes() -> dict[str, Any]:
+            return {} if wanted is None else {"grammar": self.grammars.make(wanted)}
+
+        requests = [
+            (self.prompts.maker(prompt, chat, changes, **template), params) for prompt in prompts
+        ]
         reply = Reply(chat, self.settings.name, self.tokenizer)
-        try:
-            with job.watching(request):
-                await job.accept()
-                if not body.stream:
-                    return JSONResponse(await job.collect(reply))
-        except BaseException:
-            job.cancel()
-            raise
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
-        events = job.stream(reply, with_usage)
+        job = Generation(self.worker, submit(self.worker, requests), body, prompts)
+        with job.watching(request):
+            await job.accept()
+            job.parsers = [self.parser(body, wanted, text) for text in job.texts]
+            if not body.stream:
+                return JSONResponse(
+                    await (job.collect(reply) if answer is None else job.respond(reply, answer))
+                )
         return StreamingResponse(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            job.stream(reply) if answer is None else job.stream_response(reply, answer),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
         )
 
+    def parser(self, body: Any, wanted: Wanted | None, text: str) -> Any:
+        """Return what reads an answer, None for a completion.
 
-class Job:
+        Args:
+            body: The request.
+            wanted: What the answer must be; then it does not begin with reasoning.
+            text: The prompt.
+        """
+        if not isinstance(body, ChatRequest):
+            return None
+        if body.forced:
+            return forced_parser(body.forced_name)
+        return Parser(self.family, body.tool_names, "" if wanted is not None else text)
+
+
+class Generation(Job):
     """The choices of one HTTP request."""
 
-    def __init__(self, worker: Worker, tickets: Sequence[Ticket], n: int) -> None:
-        self.worker = worker
-        self.tickets = tickets
-        self.n = n
+    def __init__(
+        self, worker: Worker, tickets: Sequence[Ticket], body: Any, prompts: Sequence[Any]
+    ) -> None:
+        super().__init__(worker, tickets)
+        self.prompts = prompts
+        self.chat = isinstance(body, ChatRequest)
+        self.n = body.n
+        self.echo = getattr(body, "echo", False)
+        self.empty = self.echo and body.max_tokens == 0
+        options = body.stream_options
+        self.usage_last = options is not None and options.include_usage
+        self.usage_each = self.usage_last and options.continuous_usage_stats
         self.prompt_tokens = 0
         self.new_tokens = 0
-        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def cancel(self) -> None:
-        for ticket in self.tickets:
-            self.worker.cancel(ticket)
-
-    @contextlib.contextmanager
-    def watching(self, request: Request) -> Iterator[None]:
-        """Look for the end of the client within a block."""
-        self._gone = asyncio.ensure_future(_gone(request))
-        try:
-            yield
-        finally:
-            self._gone.cancel()
-
-    async def _event(self, ticket: Ticket) -> Any:
-        """Wait for the next event, as long as the client waits too."""
-        # No wait_for: in Python 3.11 it loses the cancellation at the end of the server when an event comes.
-        event = asyncio.ensure_future(ticket.events.get())
-        try:
-            either: set[asyncio.Future[Any]] = {event, self._gone}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._gone.done():
-                raise ApiError(499, "the client is gone")
-            return event.result()
-        finally:
-            event.cancel()
+        #: For each choice: the prompt, its text in the chat template, and what reads the answer.
+        self.tokens: list[Sequence[int]] = []
+        self.texts: list[str] = []
+        self.parsers: list[Any] = []
 
     async def accept(self) -> None:
         """Wait until the engine has taken all, so that a mistake is an error and no broken stream."""
         for number, ticket in enumerate(self.tickets):
-            event = await self._event(ticket)
+            event = await self.event(ticket)
             if isinstance(event, Failed):
-                raise _failure(event)
+                raise failure(event, self.chat)
             assert isinstance(event, Accepted)
             if number % self.n == 0:
-                self.prompt_tokens += event.prompt_tokens
+                self.prompt_tokens += len(event.prompt.tokens)
+            self.tokens.append(event.prompt.tokens)
+            self.texts.append(event.prompt.text)
+
+    def _text(self, index: int, event: StepOutput, first: bool, reply: Reply) -> str:
+        """Return what an event adds to the text of a choice."""
+        text = "" if self.empty else event.text
+        if not (first and self.echo):
+            return text
+        prompt = self.prompts[index // self.n]
+        if not isinstance(prompt, str):
+            prompt = str(reply.tokenizer.decode(list(prompt), skip_special_tokens=True))
+        return prompt + text
+
+    async def _logprobs(
+        self, index: int, event: StepOutput, first: bool, reply: Reply, offset: int
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Return the log probabilities of an event, and the characters up to its end."""
+        if self.tickets[index].params.logprobs is None:  # type: ignore[union-attr]
+            return None, offset
+        entries = [] if self.empty else list(event.logprobs)
+        if first and self.echo:
+            start = TokenLogprobs(self.tokens[index][0], math.nan, ())
+            entries = [start, *event.prompt_logprobs, *entries]
+        parts = []
+        for at in range(0, len(entries), _AT_ONCE):
+            # One after the other: texts of a million alternatives at once take seconds.
+            parts.append(reply.logprobs(entries[at : at + _AT_ONCE], offset))
+            offset += sum(map(len, parts[-1].get("tokens", ())))
+            await asyncio.sleep(0)
+        return reply.joined(parts), offset
 
     async def collect(self, reply: Reply) -> dict[str, Any]:
         choices = []
         for index, ticket in enumerate(self.tickets):
             pieces: list[str] = []
-            wanted = ticket.params.logprobs is not None
             parts: list[Any] = []
+            offset = 0
             while True:
-                event = await self._event(ticket)
+                event = await self.event(ticket)
                 if isinstance(event, Failed):
-                    raise _failure(event)
-                pieces.append(event.text)
-                if wanted and event.logprobs:
-                    # As they come, and one after the other: texts of a million alternatives at once take seconds.
-                    parts.append(reply.logprobs(event.logprobs))
-                    await asyncio.sleep(0)
-                self.new_tokens += len(event.tokens)
+                    raise failure(event, self.chat)
+                pieces.append(self._text(index, event, not pieces, reply))
+                part, offset = await self._logprobs(index, event, len(pieces) == 1, reply, offset)
+                if part is not None:
+                    parts.append(part)
+                self.new_tokens += 0 if self.empty else len(event.tokens)
                 if event.finished:
                     break
-            logprobs = reply.joined(parts) if wanted else None
-            choices.append(reply.choice(index, "".join(pieces), event.reason, logprobs))
-        return reply.whole(choices, usage(self.prompt_tokens, self.new_tokens))
+            logprobs = reply.joined(parts) if parts else None
+            text = "".join(pieces)
+            choices.append(reply.choice(index, text, event.reason, logprobs, self.parsers[index]))
+        return reply.whole(choices, self.usage())
 
     async def _merged(self) -> AsyncIterator[tuple[int, Any]]:
         """Yield (choice, event) of all choices as they come."""
@@ -343,34 +462,70 @@ class Job:
             for task in tasks:
                 task.cancel()
 
-    async def stream(self, reply: Reply, with_usage: bool) -> AsyncIterator[str]:
+    async def stream(self, reply: Reply) -> AsyncIterator[str]:
         """Yield server-sent events; a client that goes away closes this, which cancels what is left."""
+        count = len(self.tickets)
+        first, offsets = [True] * count, [0] * count
         try:
             if reply.chat:
-                for index in range(len(self.tickets)):
-                    yield _sse(reply.chunk(index, "", None, first=True))
+                for index in range(count):
+                    delta = {"role": "assistant", "content": ""}
+                    yield self._sse(reply.chunk(index, delta, None))
             async for index, event in self._merged():
                 if isinstance(event, Failed):
-                    error = _failure(event)
+                    error = failure(event, self.chat)
                     yield f"data: {error.json()}\n\n"
                     return
                 assert isinstance(event, StepOutput)
-                self.new_tokens += len(event.tokens)
-                wanted = self.tickets[index].params.logprobs is not None
-                if event.text or event.finished or (wanted and event.logprobs):
-                    logprobs = event.logprobs if wanted else None
-                    yield _sse(reply.chunk(index, event.text, event.reason, logprobs))
-            if with_usage:
-                yield _sse(reply.last_chunk(usage(self.prompt_tokens, self.new_tokens)))
+                self.new_tokens += 0 if self.empty else len(event.tokens)
+                text = self._text(index, event, first[index], reply)
+                logprobs, offsets[index] = await self._logprobs(
+                    index, event, first[index], reply, offsets[index]
+                )
+                first[index] = False
+                deltas: list[Any] = [text]
+                reason = event.reason
+                parser = self.parsers[index]
+                if parser is not None:
+                    deltas = parser.feed(text, event.finished) or [{}]
+                    reason = reply.reason(reason, parser)
+                if not (deltas[0] or event.finished or logprobs is not None):
+                    continue
+                for delta in deltas[:-1]:
+                    yield self._sse(reply.chunk(index, delta, None))
+                yield self._sse(reply.chunk(index, deltas[-1], reason, logprobs))
+            if self.usage_last:
+                yield _sse(reply.last_chunk(self.usage()))
             yield "data: [DONE]\n\n"
         finally:
             self.cancel()
 
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens up to now."""
+        return usage(self.prompt_tokens, self.new_tokens)
 
-async def _gone(request: Request) -> None:
-    """Come back when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    async def respond(self, reply: Reply, answer: Answer) -> dict[str, Any]:
+        """Return the object of ``/v1/responses``."""
+        found: dict[str, Any] = {}
+        async for event in responses.events(answer, self, reply):
+            found = event
+        return dict(found["response"])
+
+    async def stream_response(self, reply: Reply, answer: Answer) -> AsyncIterator[str]:
+        """Yield the events of ``/v1/responses``; see `stream`."""
+        try:
+            async for event in responses.events(answer, self, reply):
+                yield responses.sse(event)
+        except ApiError as error:
+            text = {"code": str(error.status), "message": str(error), "param": error.param}
+            yield responses.sse(answer.event("error", **text))
+        finally:
+            self.cancel()
+
+    def _sse(self, chunk: dict[str, Any]) -> str:
+        if self.usage_each:
+            chunk["usage"] = self.usage()
+        return _sse(chunk)
 
 
 def _sse(data: dict[str, Any]) -> str:

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ipex_llm.engine import Engine, TokenLogprobs
+from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.engine.limits import check_prompt
+from ipex_llm.entrypoints.openai.chat import merged
+from ipex_llm.entrypoints.openai.worker import Prompt
 
 #: Characters of a prompt for each token of the context, if nothing else is said. English text has 4 per token, source
 #: code with long indents up to 10: what is longer cannot fit, and is refused before it is tokenized.
@@ -26,14 +31,14 @@ class Prompts:
             the context.
     """
 
-    def __init__(self, engine: Engine, max_characters: int | None = None) -> None:
+    def __init__(self, engine: Engine | EncoderEngine, max_characters: int | None = None) -> None:
         self._tokenizer: Any = engine.tokenizer
-        self._most = engine.max_model_len
-        self._vocab = engine.vocab_size
+        self.most = engine.max_model_len
+        self.vocab = engine.vocab_size
         # The first call may set up a fast tokenizer, which must not happen in two threads at once.
         if hasattr(self._tokenizer, "set_truncation_and_padding"):
             self._tokenizer.encode("")
-        self._characters = max_characters or CHARACTERS_PER_TOKEN * self._most
+        self._characters = max_characters or CHARACTERS_PER_TOKEN * self.most
 
     def check(self, prompt: Any, chat: bool) -> None:
         """Check the length of a prompt, or of messages, before anything is tokenized.
@@ -46,56 +51,91 @@ class Prompts:
             self._check_characters(length, "messages")
             # Each message becomes a token at least.
             self._check_tokens(len(prompt), "messages")
-        elif isinstance(prompt, str):
-            self._check_characters(len(prompt), "prompt")
         else:
-            self._check_tokens(len(prompt), "prompt")
+            self.check_text(prompt, "prompt", room=1)
+
+    def check_text(self, prompt: str | Sequence[int], name: str, room: int = 0) -> None:
+        """Check the length of a text or of token ids.
+
+        Args:
+            prompt: What it is.
+            name: Of the field.
+            room: Tokens that must follow.
+
+        Raises:
+            ValueError: It is too long.
+        """
+        if isinstance(prompt, str):
+            self._check_characters(len(prompt), name)
+        else:
+            self._check_tokens(len(prompt), name, room)
 
     def _check_characters(self, length: int, name: str) -> None:
         if length > self._characters:
             raise ValueError(
-                f"{name} must have at most {self._characters} characters for the context of {self._most} tokens,"
+                f"{name} must have at most {self._characters} characters for the context of {self.most} tokens,"
                 f" got {length}"
             )
 
-    def _check_tokens(self, length: int, name: str) -> None:
-        if length >= self._most:
+    def _check_tokens(self, length: int, name: str, room: int = 1) -> None:
+        if length + room > self.most:
             raise ValueError(
-                f"{name} must have fewer than {self._most} tokens, the context of this engine, got {length}"
+                f"{name} must have fewer than {self.most - room + 1} tokens, the context of this engine, got {length}"
             )
 
-    def tokens(self, prompt: Any, chat: bool) -> Callable[[], Sequence[int]]:
-        """Return a function that gives the tokens.
+    def maker(
+        self,
+        prompt: Any,
+        chat: bool,
+        changes: Callable[[], Mapping[str, Any]] = dict,
+        **template: Any,
+    ) -> Callable[[], Prompt]:
+        """Return a function that makes the prompt.
 
         Args:
             prompt: Text, token ids, or the messages of a conversation.
             chat: Whether it is the last.
+            changes: Gives fields of the parameters that take long to make.
+            **template: Further arguments of the chat template.
         """
 
-        def made() -> list[int]:
-            found = self._encode(prompt, chat)
-            check_prompt(found, self._most, self._vocab)
-            return found
+        def made() -> Prompt:
+            text, found = self.encode(prompt, chat, **template)
+            check_prompt(found, self.most, self.vocab)
+            return Prompt(found, changes(), text)
 
         return made
 
-    def _encode(self, prompt: Any, chat: bool) -> list[int]:
+    def encode(
+        self, prompt: Any, chat: bool, special: bool = True, **template: Any
+    ) -> tuple[str, list[int]]:
+        """Return the text of a conversation in the chat template, or nothing; and the tokens.
+
+        Args:
+            prompt: As for `maker`.
+            chat: As for `maker`.
+            special: Add what the tokenizer has for the begin and the end of a text.
+            **template: As for `maker`.
+
+        Raises:
+            ValueError: The messages do not fit the template, or are too long in it.
+        """
         if isinstance(prompt, str):
-            return [int(token) for token in self._tokenizer.encode(prompt)]
+            options = {} if special else {"add_special_tokens": False}
+            return "", [int(token) for token in self._tokenizer.encode(prompt, **options)]
         if not chat:
-            return list(prompt)
+            return "", list(prompt)
         if not getattr(self._tokenizer, "chat_template", None):
             raise ValueError(
                 "messages need a chat template, got a model that has no chat template: use /v1/completions"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True
-            )
+            options = {"add_generation_prompt": True, **template}
+            text = self._tokenizer.apply_chat_template(prompt, tokenize=False, **options)
         except Exception as error:  # templates raise errors of their own for roles they do not know
             raise ValueError(f"messages must fit the chat template, got {error}") from error
         self._check_characters(len(text), "messages in the chat template")
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+        return text, [int(t) for t in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
 # -- Answers in the form of the OpenAI API ----------------------------------------------------------------------------
@@ -130,30 +170,36 @@ class Reply:
         return {**self._head(False), "choices": choices, "usage": usage}
 
     def choice(
-        self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None
+        self,
+        index: int,
+        text: str,
+        reason: str,
+        logprobs: dict[str, Any] | None,
+        parser: Any = None,
     ) -> dict[str, Any]:
-        """Return a choice of such an answer, with the log probabilities of `joined`."""
+        """Return a choice of such an answer, with the log probabilities of `joined`; a chat needs a parser."""
         found = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         if self.chat:
-            return {**found, "message": {"role": "assistant", "content": text}}
+            message = merged(parser.feed(text, last=True))
+            return {**found, "finish_reason": self.reason(reason, parser), "message": message}
         return {**found, "text": text}
+
+    @staticmethod
+    def reason(reason: str | None, parser: Any) -> str | None:
+        """Return why an answer ended, as the API tells it where tools were called."""
+        return "tool_calls" if reason == "stop" and parser.calls else reason
 
     def chunk(
         self,
         index: int,
-        text: str,
+        part: str | dict[str, Any],
         reason: str | None,
-        logprobs: Sequence[TokenLogprobs] | None = None,
-        first: bool = False,
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return a piece of a streamed answer."""
-        found = {"index": index, "finish_reason": reason, "logprobs": self.logprobs(logprobs)}
-        if self.chat:
-            delta = {"role": "assistant", "content": ""} if first else {}
-            if text:
-                delta["content"] = text
-            return {**self._head(True), "choices": [{**found, "delta": delta}]}
-        return {**self._head(True), "choices": [{**found, "text": text}]}
+        """Return a piece of a streamed answer: text of a completion, or the delta of a chat."""
+        found = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        name = "delta" if self.chat else "text"
+        return {**self._head(True), "choices": [{**found, name: part}]}
 
     def last_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the piece with the usage."""
@@ -161,22 +207,39 @@ class Reply:
 
     def joined(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the log probabilities of an answer: the ones of its parts, in their order."""
-        names = self.logprobs(()) or {}
+        names = self.logprobs(())
         return {name: [entry for part in parts for entry in part[name]] for name in names}
 
-    def logprobs(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        """Return log probabilities in the form of this kind of answer."""
-        if entries is None:
-            return None
+    def logprobs(self, entries: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
+        """Return log probabilities in the form of this kind of answer.
+
+        Args:
+            entries: Of tokens that follow each other; NaN for the first token of a prompt.
+            offset: Characters of the tokens in front.
+        """
         if self.chat:
             return {"content": [self._chat_entry(entry) for entry in entries]}
+        texts = [self._text(entry.token) for entry in entries]
+        known = [not math.isnan(entry.logprob) for entry in entries]
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [
-                {self._text(token): value for token, value in entry.top} for entry in entries
+            "tokens": texts,
+            "token_logprobs": [
+                e.logprob if k else None for e, k in zip(entries, known, strict=True)
             ],
+            "top_logprobs": [
+                self._top(e) if k else None for e, k in zip(entries, known, strict=True)
+            ],
+            "text_offset": [
+                offset + n for n in itertools.accumulate(map(len, texts[:-1]), initial=0)
+            ][: len(texts)],
         }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """Return texts of the most likely tokens and of the token itself; of those with one text the likeliest."""
+        found: dict[str, float] = {}
+        for token, value in (*entry.top, (entry.token, entry.logprob)):
+            found.setdefault(self._text(token), value)
+        return found
 
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:

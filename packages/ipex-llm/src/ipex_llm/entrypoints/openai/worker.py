@@ -14,16 +14,17 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
-from ipex_llm.engine import Engine, SamplingParams, StepOutput
+from ipex_llm.engine import Engine, PoolingParams, SamplingParams, StepOutput
+from ipex_llm.engine.encoder import EncoderEngine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": "Seconds from the arrival of a request to its first token.",
-    "time_per_output_token_seconds": "Seconds between two tokens of a request.",
-    "request_seconds": "Seconds from the arrival of a request to its end.",
+    "vllm:time_to_first_token_seconds": "Seconds from the arrival of a request to its first token.",
+    "vllm:inter_token_latency_seconds": "Seconds between two tokens of a request.",
+    "vllm:e2e_request_latency_seconds": "Seconds from the arrival of a request to its end.",
 }
 
 
@@ -36,6 +37,11 @@ class _Histogram:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+
+def _escaped(text: str) -> str:
+    """Return the value of a label."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class Metrics:
@@ -57,24 +63,31 @@ class Metrics:
             self._responses[path, status] = self._responses.get((path, status), 0) + 1
 
     def text(
-        self, gauges: Mapping[str, tuple[str, float]], counters: Mapping[str, tuple[str, float]]
+        self,
+        model: str,
+        gauges: Mapping[str, tuple[str, float]],
+        counters: Mapping[str, tuple[str, float]],
     ) -> str:
-        """Return everything as text.
+        """Return everything as text. Names with a colon are vLLM's and have its label, too.
 
         Args:
+            model: Its name.
             gauges: name -> (help, value).
             counters: Likewise.
         """
         lines: list[str] = []
+        label = f'model_name="{_escaped(model)}"'
 
         def head(name: str, kind: str, text: str) -> str:
-            lines.append(f"# HELP ipex_llm_{name} {text}")
-            lines.append(f"# TYPE ipex_llm_{name} {kind}")
-            return f"ipex_llm_{name}"
+            full = name if ":" in name else f"ipex_llm_{name}"
+            lines.append(f"# HELP {full} {text}")
+            lines.append(f"# TYPE {full} {kind}")
+            return full
 
         for kind, values in (("gauge", gauges), ("counter", counters)):
             for name, (text, value) in values.items():
-                lines.append(f"{head(name, kind, text)} {value:g}")
+                labels = f"{{{label}}}" if ":" in name else ""
+                lines.append(f"{head(name, kind, text)}{labels} {value:.10g}")
         with self._lock:
             full = head("http_responses_total", "counter", "Responses by path and status.")
             for (path, status), count in sorted(self._responses.items()):
@@ -84,11 +97,11 @@ class Metrics:
                 count = 0
                 for bound, more in zip(histogram.bounds, histogram.counts, strict=False):
                     count += more
-                    lines.append(f'{full}_bucket{{le="{bound:g}"}} {count}')
+                    lines.append(f'{full}_bucket{{{label},le="{bound:g}"}} {count}')
                 count += histogram.counts[-1]
-                lines.append(f'{full}_bucket{{le="+Inf"}} {count}')
-                lines.append(f"{full}_sum {histogram.total:g}")
-                lines.append(f"{full}_count {count}")
+                lines.append(f'{full}_bucket{{{label},le="+Inf"}} {count}')
+                lines.append(f"{full}_sum{{{label}}} {histogram.total:g}")
+                lines.append(f"{full}_count{{{label}}} {count}")
         return "\n".join(lines) + "\n"
 
 
@@ -117,10 +130,25 @@ class StoppedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a thread of the tokenizer made.
+
+    Attributes:
+        tokens: The prompt.
+        changes: Fields of the parameters that are known only now.
+        text: What the chat template made of messages, else empty.
+    """
+
+    tokens: Sequence[int]
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Accepted:
     """The engine took a request."""
 
-    prompt_tokens: int
+    prompt: Prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +168,7 @@ class Failed:
 
 
 Event = Accepted | Failed | StepOutput
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(slots=True)
@@ -147,7 +176,7 @@ class Ticket:
     """A request from outside: where its events go."""
 
     id: str
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event]
     arrived: float
@@ -169,7 +198,7 @@ class Worker:
         max_queue: Most requests that wait beside those that can run; more raise `QueueFull`.
     """
 
-    def __init__(self, engine: Engine, max_queue: int = 64) -> None:
+    def __init__(self, engine: Engine | EncoderEngine, max_queue: int = 64) -> None:
         self.engine = engine
         self.metrics = Metrics()
         self.limit = max_queue + engine.max_num_seqs
@@ -199,13 +228,16 @@ class Worker:
         return len(self._tickets)
 
     def submit(
-        self, requests: Sequence[tuple[Callable[[], Sequence[int]], Sequence[SamplingParams]]]
+        self,
+        requests: Sequence[
+            tuple[Callable[[], Prompt], Sequence[SamplingParams] | Sequence[PoolingParams]]
+        ],
     ) -> list[Ticket]:
         """Queue requests, all or none; called from an event loop.
 
         Args:
-            requests: For each prompt a function that returns its tokens, which a thread of the tokenizer calls, and
-                the parameters of its choices.
+            requests: For each prompt a function that makes it, which a thread of the tokenizer calls, and the
+                parameters of its choices.
 
         Returns:
             A ticket for each choice.
@@ -233,9 +265,22 @@ class Worker:
             tickets = [ticket for group in groups for ticket in group]
             self._tickets |= {ticket.id: ticket for ticket in tickets}
             # Within the lock: the pool must not have been stopped.
-            for (prompt, _), group in zip(requests, groups, strict=True):
-                self._pool.submit(self._tokenize, prompt, group)
+            for (make, _), group in zip(requests, groups, strict=True):
+                self._pool.submit(self._tokenize, make, group)
         return tickets
+
+    async def apart(self, work: Callable[[], Value]) -> Value:
+        """Run something in a thread of the tokenizer.
+
+        Raises:
+            StoppedError: The server is shutting down.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except RuntimeError as error:
+            if self.alive:
+                raise
+            raise StoppedError(_STOPPED) from error
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request, which may have ended already. Its place is free at once."""
@@ -254,12 +299,12 @@ class Worker:
 
     # -- in the threads of the tokenizer -------------------------------------------------------------------------
 
-    def _tokenize(self, prompt: Callable[[], Sequence[int]], tickets: Sequence[Ticket]) -> None:
+    def _tokenize(self, make: Callable[[], Prompt], tickets: Sequence[Ticket]) -> None:
         waiting = [ticket for ticket in tickets if ticket.id in self._tickets]
         if not waiting:
             return  # the client has gone meanwhile
         try:
-            tokens = prompt()
+            prompt = make()
         except BaseException as error:  # a panic of a tokenizer written in Rust is no Exception
             failed = Failed(error)
             if not failed.of_the_request:
@@ -268,7 +313,8 @@ class Worker:
                 self._end(ticket, failed)
             return
         for ticket in waiting:
-            self._commands.put(("add", (ticket, tokens)))
+            ticket.params = dataclasses.replace(ticket.params, **prompt.changes)
+            self._commands.put(("add", (ticket, prompt)))
 
     # -- in the thread of the engine -----------------------------------------------------------------------------
 
@@ -306,31 +352,31 @@ class Worker:
             else:
                 self._add(*value)
 
-    def _add(self, ticket: Ticket, tokens: Sequence[int]) -> None:
+    def _add(self, ticket: Ticket, prompt: Prompt) -> None:
         if ticket.id not in self._tickets:
             return  # cancelled before it came here
         try:
-            self.engine.add_request(tokens, ticket.params, request_id=ticket.id)
+            self.engine.add_request(prompt.tokens, ticket.params, request_id=ticket.id)
         except Exception as error:
             self._end(ticket, Failed(error))
             return
         ticket.running = True
-        ticket.send(Accepted(len(tokens)))
+        ticket.send(Accepted(prompt))
 
     def _deliver(self, output: StepOutput, now: float) -> None:
         ticket = self._tickets.get(output.request_id)
         if ticket is None:
             return
-        if output.tokens:
+        if output.tokens or output.vector is not None:
             if ticket.last is None:
-                self.metrics.observe("time_to_first_token_seconds", now - ticket.arrived)
+                self.metrics.observe("vllm:time_to_first_token_seconds", now - ticket.arrived)
             else:
-                self.metrics.observe("time_per_output_token_seconds", now - ticket.last)
+                self.metrics.observe("vllm:inter_token_latency_seconds", now - ticket.last)
             ticket.last = now
         if output.error is not None:
             self._end(ticket, Failed(RequestError(output.error)))
         elif output.finished:
-            self.metrics.observe("request_seconds", now - ticket.arrived)
+            self.metrics.observe("vllm:e2e_request_latency_seconds", now - ticket.arrived)
             self._end(ticket, output)
         else:
             ticket.send(output)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an output must be: JSON by a schema, a regular expression, a grammar; the masks are llguidance's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import OrderedDict
+from typing import Any, Literal
+
+import torch
+
+from ipex_core.errors import MissingComponentError
+from ipex_llm.engine import Grammar, Matcher
+
+__all__ = ["Grammars", "Wanted"]
+
+#: Most characters of a schema, a regular expression or a grammar, and compiled ones that are kept.
+MAX_GRAMMAR, _KEPT = 32 << 10, 32
+#: Blanks between parts of JSON: some models write nothing else once they have begun.
+_BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
+#: Seconds that the tokens of one place may take; more ends the request with an error.
+_SLOWEST = 1.0
+#: Steps that lexer and parser may take; a request that needs more is refused, or ends with an error.
+_LIMITS = {
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 3_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What an output must be.
+
+    Attributes:
+        kind: ``"json"``: the text is a JSON schema; ``"regex"``; ``"grammar"``: in GBNF or Lark; ``"choice"``: a JSON
+            list of texts.
+        text: The rule itself.
+        field: The field of the request that it comes from.
+    """
+
+    kind: Literal["json", "regex", "grammar", "choice"]
+    text: str
+    field: str
+
+    def check(self) -> None:
+        """Raise a ValueError if the text is too long."""
+        if len(self.text) > MAX_GRAMMAR:
+            raise ValueError(
+                f"{self.field} must have at most {MAX_GRAMMAR} characters, got {len(self.text)}"
+            )
+
+
+class Grammars:
+    """Compiles what outputs must be, for the tokenizer of an engine. Can be used from several threads.
+
+    Args:
+        engine: For its tokenizer and vocabulary.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._tokens: Any = None
+        self._known: OrderedDict[Wanted, Any] = OrderedDict()
+
+    def check(self) -> None:
+        """Raise an error if the server cannot do it."""
+        try:
+            import llguidance  # noqa: F401
+        except ImportError as error:
+            text = "structured output needs llguidance: pip install 'ipex-llm[structured]'"
+            raise MissingComponentError(text) from error
+        tokenizer = self._engine.tokenizer
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError(
+                f"structured output must have a fast tokenizer, got {type(tokenizer).__name__}"
+            )
+
+    def prepare(self) -> None:
+        """Read the vocabulary, if the server can do it: this takes a second, in which no stream should run."""
+        with contextlib.suppress(MissingComponentError, ValueError):
+            self.check()
+            with self._lock:
+                self._read_tokens()
+
+    def _read_tokens(self) -> None:
+        from llguidance.hf import from_tokenizer
+
+        if self._tokens is None:
+            ends = sorted(self._engine.eos_token_ids) or None
+            self._tokens = from_tokenizer(
+                self._engine.tokenizer, self._engine.vocab_size, eos_token=ends
+            )
+
+    def make(self, wanted: Wanted) -> Grammar:
+        """Compile; this takes milliseconds, and has limits where it would take long.
+
+        Raises:
+            ValueError: It is no valid rule, not supported, too complex, or nothing fits it.
+        """
+        with self._lock:
+            found = self._known.get(wanted)
+            if found is None:
+                found = self._compile(wanted)
+                self._known[wanted] = found
+                while len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(wanted)
+        return _Compiled(found, self._engine.vocab_size)
+
+    def _compile(self, wanted: Wanted) -> Any:
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+        self._read_tokens()
+        try:
+            if wanted.kind == "json":
+                options = {"whitespace_pattern": _BLANKS}
+                grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=options)  # type: ignore[arg-type]
+            else:
+                grammar = grammar_from(wanted.kind, wanted.text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{wanted.field} must be a valid {wanted.kind}, got {error}") from None
+        found = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        first = _Matcher(found.deep_copy(), self._engine.vocab_size)
+        first.fill()
+        if first.error is not None:
+            text = " ".join(first.error.split())
+            raise ValueError(f"{wanted.field} must be a valid, simple {wanted.kind}, got: {text}")
+        if not bool(first.allowed.any()):
+            raise ValueError(
+                f"{wanted.field} must allow some output, got a {wanted.kind} that nothing fits"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    start: Any
+    vocab: int
+
+    def matcher(self) -> Matcher:
+        return _Matcher(self.start.deep_copy(), self.vocab)
+
+
+class _Matcher:
+    """One output on its way through a grammar; see `ipex_llm.engine.Matcher`."""
+
+    def __init__(self, inner: Any, vocab: int) -> None:
+        self._inner = inner
+        self._vocab = vocab
+        self._bits = torch.zeros(-(-vocab // 32), dtype=torch.int32)
+        self.allowed = torch.zeros(vocab, dtype=torch.bool)
+        self.done = False
+        self.error: str | None = None
+
+    def fill(self) -> None:
+        inner, bits = self._inner, self._bits
+        begun = time.monotonic()
+        if self.error is None and not inner.is_error():
+            inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
+        if inner.is_error():
+            self.error = str(inner.get_error())
+        elif time.monotonic() - begun > _SLOWEST:
+            self.error = f"more than {_SLOWEST:g} seconds for one token"
+        if self.error is not None:
+            self.allowed = torch.zeros(self._vocab, dtype=torch.bool)
+            return
+        places = torch.arange(8, dtype=torch.uint8)
+        each = bits.view(torch.uint8).unsqueeze(1).bitwise_right_shift(places).bitwise_and(1)
+        self.allowed = each.view(-1)[: self._vocab].bool()
+
+    def apply(self, row: torch.Tensor) -> None:
+        row.masked_fill_(~self.allowed, -torch.inf)
+
+    def accept(self, token: int) -> None:
+        if not self._inner.consume_token(token):
+            self.error = str(self._inner.get_error())
+        # With nothing that can follow, there is no need for an end token.
+        self.done = bool(self._inner.is_stopped()) and self.error is None

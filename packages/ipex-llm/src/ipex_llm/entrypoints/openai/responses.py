@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``/v1/responses``: a chat under other names, with events of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+from ipex_llm.engine import StepOutput
+from ipex_llm.entrypoints.openai.job import failure
+from ipex_llm.entrypoints.openai.protocol import (
+    FUNCTION_NAME,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ApiError,
+    ChatRequest,
+    Flag,
+    Integer,
+    Number,
+    chat_of,
+    short,
+)
+from ipex_llm.entrypoints.openai.worker import Failed
+
+
+class Format(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = Field("", max_length=200)
+    schema_: Any = Field(None, alias="schema")
+    strict: Flag | None = None
+
+
+class Text(BaseModel):
+    format: Format | None = None
+
+
+class FlatTool(BaseModel):
+    type: Literal["function"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+
+
+class FlatChoice(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
+class Part(BaseModel):
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
+    text: str
+
+
+class Item(BaseModel):
+    """What was said, called or returned before."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+    def message(self) -> dict[str, Any] | None:
+        """Return a message of a chat; None for reasoning, which is not repeated."""
+        if self.type == "reasoning":
+            return None
+        if self.type == "function_call":
+            function = {"name": self.name, "arguments": self.arguments or "{}"}
+            call = {"id": self.call_id, "type": "function", "function": function}
+            return {"role": "assistant", "content": None, "tool_calls": [call]}
+        if self.type == "function_call_output":
+            return {"role": "tool", "content": _joined(self.output), "tool_call_id": self.call_id}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": _joined(self.content)}
+
+
+class ResponsesRequest(BaseModel):
+    """Body of ``/v1/responses``."""
+
+    model: str | None = None
+    input: str | list[Item] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    parallel_tool_calls: Flag = True
+    text: Text | None = None
+    stream: Flag = False
+    seed: Integer | None = None
+    previous_response_id: Any = None
+    background: Any = None
+    conversation: Any = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        return short(value, MAX_MESSAGES, "items", MAX_PARTS)
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _few_tools(cls, value: Any) -> Any:
+        return short(value, MAX_TOOLS, "tools")
+
+    def chat(self) -> ChatRequest:
+        """Return the chat that this is.
+
+        Raises:
+            ApiError: A field has no meaning here: nothing is kept between requests.
+        """
+        for name in ("previous_response_id", "background", "conversation"):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} is not supported: send the whole input", param=name)
+        items = (
+            [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        )
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in items:
+            message = item.message()
+            if message is None:
+                continue
+            last = messages[-1] if messages else {}
+            if "tool_calls" in message and last.get("role") == "assistant":
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])
+            else:
+                messages.append(message)
+        found: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "stream": self.stream,
+            "seed": self.seed,
+        }
+        for name in ("temperature", "top_p"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.tools is not None:
+            found["tools"] = [
+                {
+                    "type": "function",
+                    "function": tool.model_dump(exclude_none=True, exclude={"type"}),
+                }
+                for tool in self.tools
+            ]
+        choice = self.tool_choice
+        if isinstance(choice, FlatChoice):
+            found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        elif choice is not None:
+            found["tool_choice"] = choice
+        form = None if self.text is None else self.text.format
+        if form is not None:
+            schema = {"name": form.name, "schema": form.schema_}
+            found["response_format"] = {"type": form.type}
+            if form.type == "json_schema":
+                found["response_format"]["json_schema"] = schema
+        return chat_of(found, {"messages": "input", "max_completion_tokens": "max_output_tokens"})
+
+
+def _joined(value: str | list[Part] | None) -> str:
+    if isinstance(value, list):
+        return "".join(part.text for part in value)
+    return value or ""
+
+
+#: Kind of an item -> its part and the events of its text.
+_EVENTS = {
+    "message": ("output_text", "response.output_text"),
+    "reasoning": ("reasoning_text", "response.reasoning_text"),
+    "function_call": ("", "response.function_call_arguments"),
+}
+
+
+class Answer:
+    """Makes the object and the events of one answer from the deltas of a chat.
+
+    Args:
+        model: Name of the model.
+        body: The request.
+    """
+
+    def __init__(self, model: str, body: ResponsesRequest) -> None:
+        self._numbers = itertools.count()
+        self._items: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._text = ""
+        self._head = {
+            "id": f"resp_{secrets.token_hex(16)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tool_choice": _dumped(body.tool_choice) or "auto",
+            "tools": [_dumped(tool) for tool in body.tools or ()],
+            "text": _dumped(body.text) or {"format": {"type": "text"}},
+            "truncation": "disabled",
+        }
+
+    def whole(self, status: str, usage: dict[str, int] | None = None) -> dict[str, Any]:
+        """Return the object with all that is complete.
+
+        Args:
+            status: ``"in_progress"``, ``"completed"`` or ``"incomplete"``.
+            usage: Of the chat.
+        """
+        found = {**self._head, "status": status, "output": list(self._items), "usage": None}
+        if status == "incomplete":
+            found["incomplete_details"] = {"reason": "max_output_tokens"}
+        if usage is not None:
+            found["usage"] = {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            }
+        return found
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event with its number."""
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+    def add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Take a delta of the chat and yield its events."""
+        if delta.get("reasoning_content"):
+            yield from self._more("reasoning", delta["reasoning_content"])
+        if delta.get("content"):
+            yield from self._more("message", delta["content"])
+        for call in delta.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                yield from self.close()
+                start = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+                yield from self._begin("function_call", **start)
+            yield from self._more("function_call", function["arguments"])
+
+    def _begin(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        item = {"type": kind, "id": f"{prefix}_{secrets.token_hex(12)}", "status": "in_progress"}
+        if kind != "function_call":
+            fields = {"content": []}
+        if kind == "message":
+            fields["role"] = "assistant"
+        if kind == "reasoning":
+            fields["summary"] = []
+        self._open = {**item, **fields}
+        self._text = ""
+        at = len(self._items)
+        yield self.event("response.output_item.added", output_index=at, item=dict(self._open))
+        part = _EVENTS[kind][0]
+        if part:
+            empty = self._part(part)
+            where = {"item_id": item["id"], "output_index": at, "content_index": 0}
+            yield self.event("response.content_part.added", **where, part=empty)
+
+    def _part(self, kind: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"type": kind, "text": self._text}
+        return {**found, "annotations": [], "logprobs": []} if kind == "output_text" else found
+
+    def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if self._open is None or self._open["type"] != kind:
+            yield from self.close()
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._text += text
+        yield self.event(f"{_EVENTS[kind][1]}.delta", **self._where(kind), delta=text)
+
+    def _where(self, kind: str) -> dict[str, Any]:
+        assert self._open is not None
+        found = {"item_id": self._open["id"], "output_index": len(self._items)}
+        if kind != "function_call":
+            found["content_index"] = 0
+        return {**found, "logprobs": []} if kind == "message" else found
+
+    def close(self) -> Iterator[dict[str, Any]]:
+        """End the item that is open, if there is one."""
+        if self._open is None:
+            return
+        item, kind = self._open, self._open["type"]
+        part, name = _EVENTS[kind]
+        where = self._where(kind)
+        if part:
+            yield self.event(f"{name}.done", **where, text=self._text)
+            whole = self._part(part)
+            where.pop("logprobs", None)
+            yield self.event("response.content_part.done", **where, part=whole)
+            item["content"] = [whole]
+        else:
+            more = {"name": item["name"], "arguments": self._text}
+            yield self.event(f"{name}.done", **where, **more)
+            item["arguments"] = self._text
+        item["status"] = "completed"
+        at = len(self._items)
+        self._items.append(item)
+        self._open = None
+        yield self.event("response.output_item.done", output_index=at, item=item)
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(by_alias=True, exclude_none=True)
+    return value
+
+
+async def events(answer: Answer, job: Any, reply: Any) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of an answer as they come; the last one has the whole.
+
+    Args:
+        answer: Makes them.
+        job: A `Generation` of one choice that the engine has accepted.
+        reply: Tells why the answer ended.
+
+    Raises:
+        ApiError: The engine failed.
+    """
+    yield answer.event("response.created", response=answer.whole("in_progress"))
+    yield answer.event("response.in_progress", response=answer.whole("in_progress"))
+    (ticket,), (parser,) = job.tickets, job.parsers
+    while True:
+        event = await job.event(ticket)
+        if isinstance(event, Failed):
+            raise failure(event, chat=True)
+        assert isinstance(event, StepOutput)
+        job.new_tokens += len(event.tokens)
+        for delta in parser.feed(event.text, event.finished):
+            for made in answer.add(delta):
+                yield made
+        if event.finished:
+            break
+    for made in answer.close():
+        yield made
+    status = "incomplete" if reply.reason(event.reason, parser) == "length" else "completed"
+    yield answer.event(f"response.{status}", response=answer.whole(status, job.usage()))
+
+
+def sse(event: dict[str, Any]) -> str:
+    """Return an event as it is sent."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n"

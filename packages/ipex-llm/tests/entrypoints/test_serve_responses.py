@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/responses` on the real engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+pytest.importorskip("transformers")
+
+from entrypoints.test_serve_fields import ask, parts, serve  # noqa: F401
+
+PATH = "/v1/responses"
+GREEDY = {"temperature": 0, "max_output_tokens": 6}
+
+
+def events(response):
+    found = []
+    for block in response.text.strip().split("\n\n"):
+        kind, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+    assert [e["sequence_number"] for e in found] == list(range(len(found)))
+    return found
+
+
+def test_text(parts):  # noqa: F811
+    server = serve(parts, eos_token_ids=())
+
+    @server
+    async def _(client):
+        messages = [{"role": "system", "content": "sea"}, {"role": "user", "content": "fox"}]
+        chat = {"messages": messages, "temperature": 0, "max_tokens": 6}
+        found = await ask(client, "/v1/chat/completions", **chat)
+        text = found["choices"][0]["message"]["content"]
+        part = [{"type": "input_text", "text": "fox"}]
+        for body in (
+            {"input": "fox", "instructions": "sea"},
+            {"input": [{"role": "developer", "content": "sea"}, {"role": "user", "content": part}]},
+        ):
+            answer = await ask(client, PATH, **GREEDY, **body)
+            assert answer["object"] == "response" and answer["status"] == "incomplete"
+            assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+            (item,) = answer["output"]
+            assert item["type"] == "message" and item["role"] == "assistant"
+            assert "".join(part["text"] for part in item["content"]) == text
+            assert answer["usage"]["output_tokens"] == 6
+            assert answer["usage"]["input_tokens"] == found["usage"]["prompt_tokens"]
+        made = events(await client.post(PATH, json={**GREEDY, **body, "stream": True}))
+        kinds = [event["type"].removeprefix("response.") for event in made]
+        assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+        end = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+        assert kinds[-4:] == end and set(kinds[4:-4]) == {"output_text.delta"}
+        assert "".join(e["delta"] for e in made if e["type"].endswith("text.delta")) == text
+        assert made[-1]["response"]["output"][0]["content"] == item["content"]
+
+
+def test_calls_and_what_they_returned(parts):  # noqa: F811
+    pytest.importorskip("llguidance")
+    server = serve(parts)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    tools = [{"type": "function", "name": "add", "parameters": schema}]
+
+    @server
+    async def _(client):
+        body = {"input": "fox", "tools": tools, "max_output_tokens": 60, "seed": 1}
+        body["tool_choice"] = {"type": "function", "name": "add"}
+        answer = await ask(client, PATH, **body)
+        (call,) = answer["output"]
+        assert answer["status"] == "completed"
+        assert call["type"] == "function_call" and call["name"] == "add"
+        assert json.loads(call["arguments"])["a"] in (1, 2)
+        made = events(await client.post(PATH, json={**body, "stream": True}))
+        done = next(e for e in made if e["type"] == "response.function_call_arguments.done")
+        assert json.loads(done["arguments"]) == json.loads(call["arguments"])
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        body["input"] = [{"role": "user", "content": "fox"}, call, output]
+        body["tool_choice"] = "none"
+        assert (await ask(client, PATH, **body))["output"][0]["type"] == "message"
+        form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+        answer = await ask(client, PATH, input="fox", text={"format": form}, max_output_tokens=60)
+        assert json.loads(answer["output"][0]["content"][0]["text"])["a"] in (1, 2)
+
+
+BAD = [
+    ({}, "input", "input: Field required"),
+    ({"input": []}, "input", "input: "),
+    ({"input": 5}, "input", "input: "),
+    ({"input": [{"type": "image"}]}, "input", "input: "),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input: "),
+    ({"input": [1] * 100_000}, "input", "at most 4096 items"),
+    ({"input": "a" * 200_000}, "messages", "characters"),
+    ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: "),
+    ({"input": "a", "temperature": -1}, "temperature", "temperature: "),
+    ({"input": "a", "previous_response_id": "x"}, "previous_response_id", "not supported"),
+    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+    ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),
+    ({"input": "a", "tool_choice": "required"}, "tool_choice", "tools to choose from"),
+    ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
+    ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "response_format", "a schema"),
+]
+
+
+def test_what_is_refused(parts):  # noqa: F811
+    server = serve(parts)
+
+    @server
+    async def _(client):
+        for body, field, message in BAD:
+            found = await ask(client, PATH, 400, **body)
+            assert found["error"]["param"].startswith(field), (body, found)
+            assert message in found["error"]["message"], (body, found)
+        assert server.worker.unfinished == 0
