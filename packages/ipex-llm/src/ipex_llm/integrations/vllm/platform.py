@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform: vLLM's own for CPUs, without its C++ extension and with the kernels of ipex in its place."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+
+from ipex_llm.integrations.vllm import memory
+from ipex_llm.kv_cache import available_memory, format_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["IpexPlatform"]
+
+_log = logging.getLogger("ipex")
+_ATTENTION = "ipex_llm.integrations.vllm.attention"
+
+#: The largest head of the attention ops.
+MAX_HEAD_SIZE = 1024
+
+#: ``--kv-cache-dtype`` of vLLM -> dtype of the cache; None for the dtype of the model.
+CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+class IpexPlatform(CpuPlatform):  # type: ignore[misc]
+    """A CPU whose kernels are ipex's. What is not defined here is vLLM's."""
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Define the ops that vLLM's Python calls; the extension of the wheel of PyPI is for GPUs and not loaded."""
+        from ipex_llm.integrations.vllm import extension_ops
+
+        extension_ops.define()
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """Return the path of the attention backend.
+
+        Raises:
+            ValueError: The head size, the dtype or the dtype of the cache is none that the kernels have.
+            NotImplementedError: Sparse or latent (MLA) attention.
+        """
+        config = attn_selector_config
+        if config.use_mla or config.use_sparse:
+            kind = "sparse" if config.use_sparse else "latent (MLA)"
+            raise NotImplementedError(
+                f"vLLM plug-in: attention must be over keys and values, got a model with {kind} attention, which this"
+                " plug-in does not serve: use ipex.llm.optimize, or vLLM's build for the CPU"
+            )
+        if not 0 < config.head_size <= MAX_HEAD_SIZE:
+            raise ValueError(
+                f"vLLM plug-in: head_size must be between 1 and {MAX_HEAD_SIZE}, got {config.head_size}"
+            )
+        if config.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"vLLM plug-in: dtype must be float32, bfloat16 or float16, got {config.dtype}"
+            )
+        check_cache_dtype(config.kv_cache_dtype, config.dtype)
+        return f"{_ATTENTION}.IpexAttentionBackend"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Do what vLLM's CPU platform does, and keep the plan for the memory within what is free."""
+        super().check_and_update_config(vllm_config)
+        cache = vllm_config.cache_config
+        if cache is None or cache.kv_cache_memory_bytes is not None:
+            return
+        available = available_memory()
+        total = cls.get_device_total_memory()
+        if not available or total <= 0:
+            return
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        nodes = getattr(parallel, "nnodes", 1) or 1
+        wanted = cache.gpu_memory_utilization
+        share = memory.usable_share(wanted, available, total, max(1, ranks // nodes))
+        if share < wanted:
+            cache.gpu_memory_utilization = share
+            _log.info(
+                "vLLM plug-in: %s of memory are free, so gpu_memory_utilization is %.3f instead of %.3f",
+                format_bytes(available),
+                share,
+                wanted,
+            )
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Return the path of the communicator."""
+        return "ipex_llm.integrations.vllm.communicator.IpexCommunicator"
+
+
+def check_cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a cache of keys and values.
+
+    Args:
+        name: vLLM's name, or None for ``"auto"``.
+        dtype: The dtype of the model.
+
+    Raises:
+        ValueError: The attention ops have no such cache.
+    """
+    known = CACHE_DTYPES.get(name or "auto", "unknown")
+    if known is None or known == dtype:
+        return dtype
+    if isinstance(known, torch.dtype) and known.itemsize == 1:
+        return known
+    names = ", ".join(n for n, d in CACHE_DTYPES.items() if d is None or d.itemsize == 1)
+    raise ValueError(
+        f"vLLM plug-in: --kv-cache-dtype must be {names} or the dtype of the model ({dtype}), got {name}"
+    )
