@@ -30,7 +30,7 @@ _log = logging.getLogger("ipex")
 VERSIONS = ("0.32", "0.33")
 
 #: Path of the platform class.
-PLATFORM = "ipex_llm.integrations.vllm.platform.IpexPlatform"
+PLATFORM = "ipex_llm.integrations.vllm.cpu_platform.IpexPlatform"
 
 
 def named() -> bool:
@@ -98,13 +98,14 @@ def platform() -> str | None:
 
 def _hooks() -> dict[str, Callable[[], tuple[str, ...]]]:
     """Return name -> function that puts something in its place in vLLM and returns what it has put there."""
-    from ipex_llm.integrations.vllm import layers, linear
+    from ipex_llm.integrations.vllm import experts, layers, linear
 
     return {
         "custom ops": layers.register_custom_ops,
         "implementations": layers.register_implementations,
         "linear": linear.replace_unquantized,
         "quantized linear": linear.register_quantized,
+        "experts": experts.register_experts,
     }
 
 

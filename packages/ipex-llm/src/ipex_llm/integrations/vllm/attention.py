@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
-from ipex_llm.integrations.vllm.platform import CACHE_DTYPES, MAX_HEAD_SIZE, check_cache_dtype
+from ipex_llm.integrations.vllm.cpu_platform import CACHE_DTYPES, MAX_HEAD_SIZE, check_cache_dtype
 
 __all__ = ["IpexAttentionBackend", "IpexAttentionImpl", "IpexMetadata", "IpexMetadataBuilder"]
 

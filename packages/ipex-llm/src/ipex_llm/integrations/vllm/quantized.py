@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
     Int8ScaledMMLinearKernel,
 )
 from vllm.scalar_type import scalar_types
 
-__all__ = ["TABLES", "IpexFp8Kernel", "IpexInt8Kernel", "IpexWeightOnlyKernel"]
+__all__ = [
+    "TABLES",
+    "IpexFp8BlockKernel",
+    "IpexFp8Kernel",
+    "IpexInt8Kernel",
+    "IpexWeightOnlyKernel",
+]
 
 Tensor = torch.Tensor
 
@@ -192,11 +201,21 @@ def one_range(scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor | None
     return step.reshape(1), (-low / step).round().int().reshape(1)
 
 
+def fp8_format(weight: Tensor) -> str:
+    """Return the name of the format of an 8-bit float weight."""
+    return "fp8_e5m2" if weight.dtype == torch.float8_e5m2 else "fp8_e4m3"
+
+
 class IpexFp8Kernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """8-bit float weights with a scale for the layer or for each row; activations stay float.
 
     Checkpoints that ask for 8-bit activations, too, get the more exact product.
     """
+
+    def __init__(self, c: Any, layer_param_names: Sequence[str]) -> None:
+        # Not the base's: it makes what quantizes activations.
+        self.config = c
+        self.layer_param_names = layer_param_names
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -218,9 +237,8 @@ class IpexFp8Kernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         n, k = weight.shape
         scale = getattr(layer, scale_name).data.float().flatten()
         scale = per_row(scale, getattr(layer, "logical_widths", [n]), n)
-        name = "fp8_e5m2" if weight.dtype == torch.float8_e5m2 else "fp8_e4m3"
         layer.ipex_weight = torch.ops.ipex.pack_woq_weight(
-            weight.contiguous(), scale.reshape(n, 1).contiguous(), None, name, k
+            weight.contiguous(), scale.reshape(n, 1).contiguous(), None, fp8_format(weight), k
         )
         layer.ipex_features = n
         _release(layer, (weight_name,))
@@ -238,10 +256,59 @@ class IpexFp8Kernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         )
 
 
+class IpexFp8BlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """8-bit float weights with a scale for each block of 128 x 128; activations stay float."""
+
+    apply_input_quant = False
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Return that every CPU can."""
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        """Return whether a layer fits, and else why not."""
+        shape = config.weight_quant_key.scale.group_shape
+        if (shape.row, shape.col) == (128, 128):
+            return True, None
+        return False, f"ipex: weight_block_size must be (128, 128), got ({shape.row}, {shape.col})"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the weight ``[N, K]`` of a loaded layer."""
+        given = self._get_layer_params(layer)
+        weight = given.weight.data
+        n, k = weight.shape
+        inverse = given.weight_scale_inv
+        scale = (given.weight_scale if inverse is None else inverse).data
+        if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+            scale = scale.float()
+        layer.ipex_weight = torch.ops.ipex.pack_woq_weight(
+            weight.contiguous(), scale.contiguous(), None, fp8_format(weight), k, 128
+        )
+        layer.ipex_features = n
+        _release(layer, (given.WEIGHT,))
+
+    def apply_weights(
+        self, layer: Any, x: Tensor, bias: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        del options
+        result: Tensor = torch.ops.ipex.woq_linear(x, layer.ipex_weight, layer.ipex_features, bias)
+        return result
+
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+        """Raise: `apply_weights` does the whole product."""
+        raise NotImplementedError(
+            "vLLM plug-in: apply_weights must be called, got a call of apply_block_scaled_mm"
+        )
+
+
 #: Name of a table in vLLM -> our kernels in it.
 TABLES: dict[str, tuple[type, ...]] = {
     "_POSSIBLE_KERNELS": (IpexWeightOnlyKernel,),
     "_POSSIBLE_INT8_KERNELS": (IpexInt8Kernel,),
     "_POSSIBLE_FP8_KERNELS": (IpexFp8Kernel,),
+    "_POSSIBLE_FP8_BLOCK_KERNELS": (IpexFp8BlockKernel,),
     "_POSSIBLE_WFP8A16_KERNELS": (IpexFp8Kernel,),
 }
