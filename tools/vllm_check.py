@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ for package in ("ipex-llm", "ipex-quant"):
 #: Decoder families whose greedy tokens must be those of transformers.
 FAMILIES = (
     *("llama", "llama_tied", "llama_bias", "llama3", "mistral", "qwen2", "qwen3", "gemma"),
-    *("gemma2", "gemma3", "phi", "phi3", "gptj", "gpt_neox", "gpt2", "opt", "falcon"),
+    *("gemma2", "gemma3", "phi", "phi3", "gptj", "gpt2", "opt", "falcon"),
     *("falcon_alibi", "bloom", "gpt_bigcode", "stablelm", "mpt", "glm4", "granite", "olmo2"),
     *("cohere", "cohere2", "starcoder2", "nemotron"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
@@ -278,11 +279,6 @@ def quantized(folder: Path) -> Iterator[Case]:
             pack.gptq,
             {"symmetric": True, "group": 32},
             {**llama.GPTQ, "sym": True, "group_size": 32},
-        ),
-        "gptq-8": (
-            pack.gptq,
-            {"symmetric": True, "group": 32, "bits": 8},
-            {**llama.GPTQ, "sym": True, "group_size": 32, "bits": 8},
         ),
         "awq": (pack.awq, {"group": 32}, {**llama.AWQ, "group_size": 32}),
         "compressed-w4a16": (
@@ -542,6 +538,7 @@ def main() -> int:
                 try:
                     problem = run()
                 except Exception as error:
+                    traceback.print_exc()
                     problem = " ".join(f"{type(error).__name__}: {error}".split())[:400]
                 count += 1
                 failed += bool(problem)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ipex_llm.integrations.vllm import speculative_ops
+
 __all__ = ["OPS", "define"]
 
 Tensor = torch.Tensor
@@ -95,6 +97,16 @@ def _rotary_embedding(
     torch.ops.ipex.rotary_embedding(q, k, sines, cos, cos_sin_cache.shape[-1], is_neox, places)
 
 
+def _gelu_tanh(out: Tensor, input: Tensor) -> None:
+    """Write GELU with the tanh approximation; two names of vLLM are this one function."""
+    out.copy_(torch.ops.ipex.gelu(input, "tanh"))
+
+
+def _gelu_quick(out: Tensor, input: Tensor) -> None:
+    """Write ``x * sigmoid(1.702 x)``."""
+    out.copy_(torch.ops.ipex.gelu_quick(input))
+
+
 class ExtensionOp(NamedTuple):
     """An op of ``_C``: its signature, what computes it, and what shape and dtype the result has."""
 
@@ -110,6 +122,68 @@ def _one_of_each_row(logits: Tensor, *rest: Any) -> Tensor:
 def _nothing(*args: Any) -> None:
     del args
 
+
+_DRAFTS = "Tensor cu_num_draft_tokens, Tensor draft_token_ids"
+
+#: Name without its ending -> op of speculative decoding.
+SPECULATIVE = {
+    name: ExtensionOp(signature + " -> ()", function, _nothing)
+    for name, signature, function in (
+        (
+            "rejection_greedy_sample",
+            f"(Tensor(a!) output_token_ids, {_DRAFTS}, Tensor target_argmax, Tensor bonus_token_ids,"
+            " Tensor? is_greedy, int max_spec_len)",
+            speculative_ops.rejection_greedy_sample,
+        ),
+        (
+            "rejection_random_sample",
+            f"(Tensor(a!) output_token_ids, {_DRAFTS}, Tensor? draft_probs, Tensor target_probs,"
+            " Tensor bonus_token_ids, Tensor recovered_token_ids, Tensor uniform_probs, Tensor is_greedy,"
+            " int max_spec_len, int vocab_size, bool no_draft_probs)",
+            speculative_ops.rejection_random_sample,
+        ),
+        (
+            "expand",
+            "(Tensor(a!) output, Tensor input, Tensor cu_num_tokens, int replace_from, int replace_to)",
+            speculative_ops.expand,
+        ),
+        (
+            "sample_recovered_tokens",
+            f"(Tensor(a!) output_token_ids, {_DRAFTS}, Tensor? draft_probs, Tensor target_probs, Tensor inv_q,"
+            " int vocab_size, bool no_draft_probs)",
+            speculative_ops.sample_recovered_tokens,
+        ),
+        (
+            "eagle_prepare_inputs_padded",
+            "(Tensor cu_num_draft_tokens, Tensor valid_sampled_tokens_count, Tensor query_start_loc,"
+            " Tensor(a!) token_indices_to_sample, Tensor(b!) num_rejected_tokens, int num_reqs)",
+            speculative_ops.eagle_prepare_inputs_padded,
+        ),
+        (
+            "eagle_prepare_next_token_padded",
+            "(Tensor sampled_token_ids, Tensor discard_request_mask, Tensor backup_next_token_ids,"
+            " Tensor(a!) next_token_ids, Tensor(b!) valid_sampled_tokens_count, int vocab_size,"
+            " int num_sampled_tokens_per_req, int num_reqs)",
+            speculative_ops.eagle_prepare_next_token_padded,
+        ),
+        (
+            "eagle_step_slot_mapping_metadata",
+            "(Tensor positions, Tensor block_table, Tensor(a!) seq_lens, Tensor(b!) out_clamped_positions,"
+            " Tensor(c!) out_slot_mapping, int block_size, int max_model_len, int pad_id)",
+            speculative_ops.eagle_step_slot_mapping_metadata,
+        ),
+        (
+            "copy_and_expand_eagle_inputs",
+            "(Tensor target_token_ids, Tensor target_positions, Tensor next_token_ids, Tensor(a!) out_input_ids,"
+            " Tensor(b!) out_positions, Tensor(c!) out_is_rejected_token_mask, Tensor(d!)"
+            " out_is_masked_token_mask, Tensor(e!) out_new_token_indices, Tensor(f!) out_hidden_state_mapping,"
+            " Tensor query_start_loc, Tensor query_end_loc, int padding_token_id, int"
+            " parallel_drafting_token_id, int total_input_tokens, int num_padding_slots_per_request,"
+            " bool shift_input_ids)",
+            speculative_ops.copy_and_expand_eagle_inputs,
+        ),
+    )
+}
 
 #: Name -> op.
 OPS = {
@@ -130,6 +204,15 @@ OPS = {
         _rotary_embedding,
         _nothing,
     ),
+    **{
+        name: ExtensionOp("(Tensor(a!) out, Tensor input) -> ()", function, _nothing)
+        for name, function in (
+            ("gelu_new", _gelu_tanh),
+            ("gelu_fast", _gelu_tanh),
+            ("gelu_quick", _gelu_quick),
+        )
+    },
+    **{f"{name}_kernel_impl": op for name, op in SPECULATIVE.items()},
 }
 
 _libraries: list[torch.library.Library] = []
