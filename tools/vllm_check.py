@@ -16,6 +16,7 @@ Without parts: all. It prints a line per case and ends with 1 if one differs. No
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -79,16 +80,15 @@ def stop(engine: Any) -> None:
     gc.collect()
 
 
-def generate(engine: Any, wanted: Tokens) -> Tokens:
+def generate(engine: Any, wanted: Tokens, **options: Any) -> Tokens:
     """Return the greedy tokens of vLLM for prompts that run together."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     given = [TokensPrompt(prompt_token_ids=one) for one in wanted]
-    return [
-        list(o.outputs[0].token_ids) for o in engine.generate(given, params, use_tqdm=False)
-    ]
+    outputs = engine.generate(given, params, use_tqdm=False, **options)
+    return [list(one.outputs[0].token_ids) for one in outputs]
 
 
 def reference(model: Any, wanted: Tokens) -> Tokens:
@@ -169,6 +169,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "prompt_lookup_min": 1,
         }
     },
+    # Its own draft: all drafts are accepted.
+    "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
 }
 #: Name -> options with other numbers: the text only has to be there.
 ROUNDED: dict[str, dict[str, Any]] = {
@@ -178,6 +180,38 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "cache-fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "fp8-online": {"dtype": "bfloat16", "quantization": "fp8"},
 }
+
+
+def lora(folder: Path) -> str:
+    """Compare an adapter of all linear layers of the attention with the weights that it was merged into."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    model, place = family("llama", folder)
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    tensors, rank = {}, 4
+    generator = torch.Generator().manual_seed(5)
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+    for name, layer in model.named_modules():
+        if name.endswith(parts):
+            n, k = layer.weight.shape
+            down = torch.randn(rank, k, generator=generator) / k**0.5
+            up = torch.randn(n, rank, generator=generator) / 4
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up
+            layer.weight.data += 2 * up @ down
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    settings["target_modules"] = list(parts)
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    engine = start(place, enable_lora=True, max_lora_rank=8)
+    try:
+        got = generate(engine, prompts(), lora_request=LoRARequest("one", 1, str(adapter)))
+    finally:
+        stop(engine)
+    return compare(got, reference(model, prompts()))
 
 
 def behind(model: Any, got: Tokens) -> float:
@@ -203,9 +237,13 @@ def options(folder: Path) -> Iterator[Case]:
 
         def run(chosen: dict[str, Any] = chosen) -> str:
             model, place = family("llama", folder)
+            speculative = dict(chosen.get("speculative_config", {}))
+            if speculative.get("method") == "draft_model":
+                chosen = {"speculative_config": {**speculative, "model": str(place)}}
             return against(start(place, **chosen), reference(model, prompts()))
 
         yield name, run
+    yield "lora", functools.partial(lora, folder)
     for name, chosen in ROUNDED.items():
 
         def near(chosen: dict[str, Any] = chosen) -> str:

@@ -30,6 +30,7 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
         "CpuPlatform": (
             *("import_kernels", "get_attn_backend_cls", "check_and_update_config"),
             *("get_device_communicator_cls", "get_device_total_memory"),
+            "register_triton_kernel_overrides",
         )
     },
     _BACKEND: {

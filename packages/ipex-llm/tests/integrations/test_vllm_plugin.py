@@ -294,6 +294,18 @@ def test_the_plan_for_memory_is_changed_only_where_it_would_fail(modules, monkey
     assert available_memory() is None or available_memory() > 0
 
 
+def test_replacements_of_triton_are_registered_once(modules, monkeypatch):
+    platform = ours("cpu_platform").IpexPlatform
+    calls = []
+    base = modules["vllm.platforms.cpu"].CpuPlatform
+    monkeypatch.setattr(
+        base, "register_triton_kernel_overrides", classmethod(lambda cls: calls.append(cls))
+    )
+    platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides()
+    assert calls == [platform]
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 16, 8, 24

@@ -38,6 +38,8 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {
 class IpexPlatform(CpuPlatform):  # type: ignore[misc]
     """A CPU whose kernels are ipex's. What is not defined here is vLLM's."""
 
+    _overridden = False
+
     @classmethod
     def import_kernels(cls) -> None:
         """Define the ops that vLLM's Python calls; the extension of the wheel of PyPI is for GPUs and not loaded."""
@@ -97,6 +99,13 @@ class IpexPlatform(CpuPlatform):  # type: ignore[misc]
                 share,
                 wanted,
             )
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Do it once in a process: for a second engine vLLM would search all modules again, and fail on some."""
+        if not cls._overridden:
+            super().register_triton_kernel_overrides()
+            IpexPlatform._overridden = True
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
