@@ -481,6 +481,34 @@ def test_activations_are_written_to_their_outputs():
         torch.testing.assert_close(out, wanted, **NEAR)
 
 
+def test_weights_are_rounded_to_fp8():
+    extension_ops.define()
+    x = torch.randn(5, 12)
+    out, kind = torch.empty(5, 12, dtype=torch.float8_e4m3fn), torch.float8_e4m3fn
+    one, rows = torch.empty(1), torch.empty(5, 1)
+    torch.ops._C.dynamic_scaled_fp8_quant(out, x, one)
+    torch.testing.assert_close(one[0], x.abs().max() / 448)
+    assert torch.equal(out.float(), (x / one).to(kind).float())
+    torch.ops._C.dynamic_per_token_scaled_fp8_quant(out, x, rows)
+    torch.testing.assert_close(rows, x.abs().amax(1, keepdim=True) / 448)
+    assert torch.equal(out.float(), (x / rows).to(kind).float())
+    for scale, group in (
+        (torch.rand(1) + 0.5, None),
+        (torch.rand(5) + 0.5, (1, -1)),
+        (torch.rand(12) + 0.5, (-1, 1)),
+        (torch.rand(3, 3) + 0.5, (2, 4)),
+    ):
+        wide = scale
+        if group == (1, -1):
+            wide = scale[:, None]
+        elif group == (2, 4):
+            wide = scale.repeat_interleave(2, 0).repeat_interleave(4, 1)[:5]
+        torch.ops._C.static_scaled_fp8_quant(out, x, scale, group)
+        assert torch.equal(out.float(), (x / wide).to(kind).float())
+    with pytest.raises(ValueError, match="group_shape must be given"):
+        torch.ops._C.static_scaled_fp8_quant(out, x, torch.ones(5))
+
+
 def test_slots_follow_the_block_tables():
     extension_ops.define()
     table = torch.tensor([[5, 2], [0, 7], [9, 9]], dtype=torch.int32)

@@ -107,6 +107,52 @@ def _gelu_quick(out: Tensor, input: Tensor) -> None:
     out.copy_(torch.ops.ipex.gelu_quick(input))
 
 
+def _to_fp8(result: Tensor, input: Tensor, scale: Tensor) -> None:
+    """Write a weight divided by its scale; rows behind the input are padding."""
+    largest = torch.finfo(result.dtype).max
+    codes = (input.float() / scale).clamp(-largest, largest).to(result.dtype)
+    result[: input.shape[0]] = codes
+
+
+def _static_scaled_fp8_quant(
+    result: Tensor, input: Tensor, scale: Tensor, group_shape: list[int] | None = None
+) -> None:
+    """Round ``[M, N]`` with given scales: one, or one for each group of ``group_shape``, where -1 is all."""
+    if scale.numel() > 1:
+        if group_shape is None:
+            raise ValueError(
+                "static_scaled_fp8_quant: group_shape must be given for more than one scale, got None"
+            )
+        sizes = [
+            n if group == -1 else group for n, group in zip(input.shape, group_shape, strict=True)
+        ]
+        counts = [-(-n // size) for n, size in zip(input.shape, sizes, strict=True)]
+        scale = scale.reshape(counts)
+        for dim, size in enumerate(sizes):
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, input.shape[dim])
+    _to_fp8(result, input, scale)
+
+
+def _dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
+    """Round ``[M, N]`` with one scale, of the largest magnitude, and write the scale."""
+    scale.fill_(float(input.abs().amax()) / torch.finfo(result.dtype).max)
+    _to_fp8(result, input, scale)
+
+
+def _dynamic_per_token_scaled_fp8_quant(
+    result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None = None
+) -> None:
+    """Round ``[M, N]`` with a scale for each row, and write the scales ``[M, 1]``."""
+    largest = input.float().abs().amax(-1, keepdim=True)
+    if scale_ub is not None:
+        largest = largest.clamp(max=float(scale_ub))
+    number = torch.finfo(result.dtype).max
+    scale.fill_(1.0)
+    # The least scale of vLLM's kernels: rows of zeros stay zeros.
+    scale[: input.shape[0]] = (largest / number).clamp(min=1.0 / (number * 512.0))
+    _to_fp8(result, input, scale[: input.shape[0]])
+
+
 class ExtensionOp(NamedTuple):
     """An op of ``_C``: its signature, what computes it, and what shape and dtype the result has."""
 
@@ -212,6 +258,21 @@ OPS = {
             ("gelu_quick", _gelu_quick),
         )
     },
+    "static_scaled_fp8_quant": ExtensionOp(
+        "(Tensor(a!) result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
+        _static_scaled_fp8_quant,
+        _nothing,
+    ),
+    "dynamic_scaled_fp8_quant": ExtensionOp(
+        "(Tensor(a!) result, Tensor input, Tensor(b!) scale) -> ()",
+        _dynamic_scaled_fp8_quant,
+        _nothing,
+    ),
+    "dynamic_per_token_scaled_fp8_quant": ExtensionOp(
+        "(Tensor(a!) result, Tensor input, Tensor(b!) scale, Tensor? scale_ub=None) -> ()",
+        _dynamic_per_token_scaled_fp8_quant,
+        _nothing,
+    ),
     **{f"{name}_kernel_impl": op for name, op in SPECULATIVE.items()},
 }
 
