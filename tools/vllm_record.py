@@ -29,8 +29,7 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.platforms.cpu": {
         "CpuPlatform": (
             *("import_kernels", "get_attn_backend_cls", "check_and_update_config"),
-            *("get_device_communicator_cls", "get_device_total_memory"),
-            "register_triton_kernel_overrides",
+            *("get_device_communicator_cls", "register_triton_kernel_overrides"),
         )
     },
     _BACKEND: {
@@ -80,6 +79,13 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm.distributed.device_communicators.cpu_communicator": {
         "CpuCommunicator": ("__init__", "all_reduce")
+    },
+    "vllm.v1.worker.cpu_worker": {
+        "CPUWorker": (
+            "determine_available_memory",
+            "_should_warm_up_model",
+            "get_kv_cache_spec",
+        )
     },
     "vllm._custom_ops": {"rotary_embedding": ()},
     "vllm.config": {"get_current_vllm_config_or_none": ()},

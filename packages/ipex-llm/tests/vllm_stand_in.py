@@ -7,6 +7,7 @@ Classes have the recorded methods, which raise: a test that passes runs our meth
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import importlib.metadata
@@ -26,7 +27,7 @@ KERNELS = "vllm.model_executor.kernels.linear"
 #: The modules of the plug-in that import vLLM, and are made for each stand-in.
 OURS = tuple(
     f"ipex_llm.integrations.vllm.{name}"
-    for name in ("cpu_platform", "attention", "quantized", "communicator")
+    for name in ("cpu_platform", "attention", "quantized", "communicator", "worker")
 )
 
 
@@ -76,12 +77,23 @@ class Config(types.SimpleNamespace):
     """A configuration of vLLM with what our code reads of it."""
 
 
+@dataclasses.dataclass
+class CacheConfig:
+    """What the user says about the cache."""
+
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+
+
 def vllm_config(**options: Any) -> Config:
     """Return a configuration; ``options`` replace parts of it."""
     text = types.SimpleNamespace(tie_word_embeddings=False)
     parts = {
-        "cache_config": Config(kv_cache_memory_bytes=None, gpu_memory_utilization=0.92),
-        "parallel_config": Config(tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1),
+        "cache_config": CacheConfig(),
+        "scheduler_config": Config(max_num_seqs=4),
+        "parallel_config": Config(
+            tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1, worker_cls="auto"
+        ),
         "lora_config": None,
         "speculative_config": None,
         "model_config": Config(hf_text_config=text),
@@ -131,8 +143,12 @@ def _details(modules: dict[str, types.ModuleType], config: Config, cpu: bool) ->
     backend.MultipleOf.__init__ = lambda self, base: setattr(self, "base", base)  # type: ignore[attr-defined]
     modules["vllm.v1.kv_cache_interface"].KVCacheLayout = types.SimpleNamespace(LBHNC="LBHNC")  # type: ignore[attr-defined]
     platform = modules["vllm.platforms.cpu"].CpuPlatform  # type: ignore[attr-defined]
-    platform.check_and_update_config = classmethod(lambda cls, vllm_config: None)
-    platform.get_device_total_memory = classmethod(lambda cls, device_id=0: 1 << 34)
+
+    def choose_worker(cls: Any, vllm_config: Any) -> None:
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+    platform.check_and_update_config = classmethod(choose_worker)
     platform.is_cpu = lambda self: cpu
     modules["vllm.config"].get_current_vllm_config_or_none = lambda: config  # type: ignore[attr-defined]
 

@@ -16,8 +16,7 @@ import vllm_stand_in as stand_in
 from torch.nn import functional
 
 from ipex_llm.integrations import vllm as plugin
-from ipex_llm.integrations.vllm import experts, extension_ops, linear, memory
-from ipex_llm.kv_cache import available_memory
+from ipex_llm.integrations.vllm import experts, extension_ops, linear
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -128,6 +127,7 @@ def test_overrides_take_what_vllm_passes(modules):
     )
     classes = (
         *(ours("cpu_platform").IpexPlatform, ours("communicator").IpexCommunicator, kernel),
+        ours("worker").IpexWorker,
         *(ours("attention").IpexAttentionBackend, ours("attention").IpexMetadataBuilder),
         *(ours("attention").IpexAttentionImpl, quantized.IpexWeightOnlyKernel),
         *(quantized.IpexInt8Kernel, quantized.IpexFp8Kernel, quantized.IpexFp8BlockKernel),
@@ -265,33 +265,46 @@ def test_attention_that_is_not_there_is_refused(modules, options, kind, text):
         platform.get_attn_backend_cls(None, selector(**options))
 
 
-def test_the_share_of_memory_fits_what_is_free():
-    assert memory.usable_share(0.9, 100, 100, 1) == 0.9
-    assert memory.usable_share(0.9, 50, 100, 1) == pytest.approx(0.45)
-    assert memory.usable_share(0.9, 50, 100, 3) == pytest.approx(0.15)
-    assert memory.usable_share(0.2, 50, 100, 1) == 0.2
-
-
-def test_the_plan_for_memory_is_changed_only_where_it_would_fail(modules, monkeypatch):
-    module = ours("cpu_platform")
-    platform = module.IpexPlatform
-    for free, wanted, ranks, expected in (
-        (1 << 33, 0.92, 1, 0.45),
-        (1 << 33, 0.92, 2, 0.225),
-        (1 << 34, 0.5, 1, 0.5),
-        (None, 0.92, 1, 0.92),
-    ):
-        monkeypatch.setattr(module, "available_memory", lambda free=free: free)
-        config = stand_in.vllm_config()
-        config.cache_config.gpu_memory_utilization = wanted
-        config.parallel_config.tensor_parallel_size = ranks
-        platform.check_and_update_config(config)
-        assert config.cache_config.gpu_memory_utilization == pytest.approx(expected)
+def test_the_worker_is_ours_unless_another_is_named(modules):
+    platform = ours("cpu_platform").IpexPlatform
     config = stand_in.vllm_config()
-    config.cache_config.kv_cache_memory_bytes = 1 << 30
     platform.check_and_update_config(config)
-    assert config.cache_config.gpu_memory_utilization == 0.92
-    assert available_memory() is None or available_memory() > 0
+    module, _, name = config.parallel_config.worker_cls.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is ours("worker").IpexWorker
+    config.parallel_config.worker_cls = "another.Worker"
+    platform.check_and_update_config(config)
+    assert config.parallel_config.worker_cls == "another.Worker"
+
+
+def test_the_cache_is_a_part_of_what_is_free(modules):
+    size, mib = ours("worker").cache_bytes, 1 << 20
+    assert size(1000 * mib, 1, 0) == size(1000 * mib, 1, 600 * mib) == 500 * mib
+    assert size(1000 * mib, 2, 600 * mib) == 250 * mib
+    assert size(1000 * mib, 1, 100 * mib) == 200 * mib  # two batches
+    assert size(1000 * mib, 1, mib) == 64 * mib
+    assert size(100 * mib, 1, mib) == 50 * mib
+
+
+def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
+    module = ours("worker")
+    monkeypatch.setattr(module, "available_memory", lambda: 1 << 33)
+    worker = module.IpexWorker()
+    worker.vllm_config = config = stand_in.vllm_config()
+    worker.cache_config, worker.parallel_config = config.cache_config, config.parallel_config
+    spec = types.SimpleNamespace(max_memory_usage_bytes=lambda config: 1 << 27)
+    worker.get_kv_cache_spec = lambda: {"first": spec, "second": spec}
+    warm = []
+    worker._should_warm_up_model = lambda: True
+    worker.model_runner = types.SimpleNamespace(warming_up_model=lambda: warm.append(1))
+    assert worker.determine_available_memory() == 1 << 31 and warm == [1]
+    config.parallel_config.tensor_parallel_size = 4
+    assert worker.determine_available_memory() == 1 << 30
+    for name, value in (("kv_cache_memory_bytes", 1 << 20), ("gpu_memory_utilization", 0.5)):
+        config = stand_in.vllm_config()
+        worker.cache_config = config.cache_config
+        setattr(worker.cache_config, name, value)
+        with pytest.raises(stand_in.Stated, match="CPUWorker"):
+            worker.determine_available_memory()
 
 
 def test_replacements_of_triton_are_registered_once(modules, monkeypatch):

@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms.cpu import CpuPlatform
-
-from ipex_llm.integrations.vllm import memory
-from ipex_llm.kv_cache import available_memory, format_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["IpexPlatform"]
 
-_log = logging.getLogger("ipex")
 _ATTENTION = "ipex_llm.integrations.vllm.attention"
 
 #: The largest head of the attention ops.
@@ -77,28 +72,11 @@ class IpexPlatform(CpuPlatform):  # type: ignore[misc]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Do what vLLM's CPU platform does, and keep the plan for the memory within what is free."""
+        """Do what vLLM's CPU platform does, with our worker in the place of its own."""
         super().check_and_update_config(vllm_config)
-        cache = vllm_config.cache_config
-        if cache is None or cache.kv_cache_memory_bytes is not None:
-            return
-        available = available_memory()
-        total = cls.get_device_total_memory()
-        if not available or total <= 0:
-            return
         parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        nodes = getattr(parallel, "nnodes", 1) or 1
-        wanted = cache.gpu_memory_utilization
-        share = memory.usable_share(wanted, available, total, max(1, ranks // nodes))
-        if share < wanted:
-            cache.gpu_memory_utilization = share
-            _log.info(
-                "vLLM plug-in: %s of memory are free, so gpu_memory_utilization is %.3f instead of %.3f",
-                format_bytes(available),
-                share,
-                wanted,
-            )
+        if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
+            parallel.worker_cls = "ipex_llm.integrations.vllm.worker.IpexWorker"
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:

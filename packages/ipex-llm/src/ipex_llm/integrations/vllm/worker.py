@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's worker for the CPU with another default for the size of the cache of keys and values."""
+
+from __future__ import annotations
+
+import logging
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from ipex_llm.kv_cache import available_memory, format_bytes
+
+__all__ = ["IpexWorker", "cache_bytes"]
+
+_log = logging.getLogger("ipex")
+
+#: Of the memory that is free once the model is loaded, the part for the cache, as in ipex's own engine.
+_SHARE = 0.5
+#: How many times the batch of longest sequences the cache holds: the rest serves prompts that begin alike.
+_TIMES = 2
+_LEAST = 64 << 20
+
+
+def cache_bytes(free: int, ranks: int, batch: int) -> int:
+    """Return the size of the cache of one rank.
+
+    Args:
+        free: Bytes that are free: the smaller of the machine's and the control group's.
+        ranks: Processes of this server on this machine, which share them.
+        batch: Bytes that the largest batch of the longest sequences needs; 0 if it is not known.
+    """
+    most = int(free * _SHARE / ranks)
+    return min(most, max(_TIMES * batch, _LEAST)) if batch else most
+
+
+class IpexWorker(CPUWorker):  # type: ignore[misc]
+    """A worker that plans with the memory that is free, not with a share of the whole machine."""
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes for the cache of keys and values, once the model is loaded.
+
+        What the user has set, ``kv_cache_memory_bytes`` or another ``gpu_memory_utilization`` than vLLM's default, is
+        left to vLLM.
+        """
+        cache = self.cache_config
+        default = type(cache).__dataclass_fields__["gpu_memory_utilization"].default
+        default = getattr(default, "default", default)  # a Field of pydantic in some versions
+        free = available_memory()
+        chosen = cache.kv_cache_memory_bytes is not None
+        if free is None or chosen or cache.gpu_memory_utilization != default:
+            return int(super().determine_available_memory())
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+            free = available_memory() or free
+        parallel = self.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        here = max(1, ranks // (getattr(parallel, "nnodes", 1) or 1))
+        longest = sum(
+            spec.max_memory_usage_bytes(self.vllm_config)
+            for spec in self.get_kv_cache_spec().values()
+        )
+        batch = longest * self.vllm_config.scheduler_config.max_num_seqs
+        size = cache_bytes(free, here, batch)
+        _log.info(
+            "vLLM plug-in: %s for keys and values, of %s that are free",
+            format_bytes(size),
+            format_bytes(free),
+        )
+        return size
