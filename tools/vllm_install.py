@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Install vLLM's wheel of PyPI for a machine without a GPU: ``python tools/vllm_install.py 0.33.0``.
 
-The wheel asks for a build of torch with CUDA and for kernels of GPUs: about 6 GB. On a CPU it needs the shared libraries
+The wheel asks for a build of torch with CUDA and for kernels of GPUs. On a CPU it needs the shared libraries
 that `import torch` loads, and the packages that its Python code imports. Run it with the Python of the environment.
 """
 
@@ -60,7 +60,7 @@ def requirements(package: str, extras: Sequence[str] = ("",)) -> list[Requiremen
 def missing_library() -> str | None:
     """Return the shared library that `import torch` does not find, or None when torch is imported."""
     command = [sys.executable, "-c", "import torch"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     if result.returncode == 0:
         return None
     found = re.search(r"(lib\w+)\S*: cannot open shared object file", result.stderr)

@@ -87,6 +87,7 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
             "get_kv_cache_spec",
         )
     },
+    "vllm.utils.cpu_triton_utils": {"_compute_slot_mapping_kernel_impl": ()},
     "vllm._custom_ops": {"rotary_embedding": ()},
     "vllm.config": {"get_current_vllm_config_or_none": ()},
 }
@@ -95,7 +96,10 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
 def parameters(function: Any) -> list[str]:
     """Return the parameters of a function as text: names, ``=`` for those with a default, stars."""
     function = inspect.unwrap(getattr(function, "__func__", function))
-    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    marks: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
     return [
         marks.get(p.kind, "") + name + ("" if p.default is p.empty else "=")
         for name, p in inspect.signature(function).parameters.items()

@@ -135,7 +135,9 @@ def _details(modules: dict[str, types.ModuleType], config: Config, cpu: bool) ->
         ENCODER_DECODER="encoder_decoder",
     )
 
-    def keep(self: Any, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+    def keep(
+        self: Any, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any
+    ) -> None:
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
         self.vllm_config, self.device = vllm_config, device
 
@@ -269,6 +271,8 @@ def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Return int32 words of codes along a dimension, the first code in the lowest bits."""
     each = 32 // bits
     grouped = codes.long().unflatten(dim, (-1, each))
-    shifts = torch.arange(0, 32, bits).view([-1 if d == dim + 1 else 1 for d in range(grouped.dim())])
+    shifts = torch.arange(0, 32, bits).view(
+        [-1 if d == dim + 1 else 1 for d in range(grouped.dim())]
+    )
     total = (grouped << shifts).sum(dim + 1)
     return torch.where(total >= 2**31, total - 2**32, total).int()

@@ -317,6 +317,11 @@ def test_replacements_of_triton_are_registered_once(modules, monkeypatch):
     platform.register_triton_kernel_overrides()
     platform.register_triton_kernel_overrides()
     assert calls == [platform]
+    # The order in which vLLM passes the arguments of the kernel, in both versions.
+    own = modules["vllm.utils.cpu_triton_utils"]._compute_slot_mapping_kernel_impl
+    assert list(inspect.signature(own).parameters)[2:7] == [
+        *("query_start_loc", "positions", "block_table", "block_table_stride", "slot_mapping")
+    ]
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -437,9 +442,7 @@ def test_attention_of_an_encoder_has_no_cache(modules, window):
     out = torch.zeros(sum(QUERIES), HEADS * SIZE)
     impl.do_kv_cache_update(LAYER, key, value, torch.zeros(0), torch.zeros(0))
     impl.forward(LAYER, query, key, value, torch.zeros(0), step, out)
-    wanted = dense(
-        query, key, value, QUERIES, QUERIES, causal=False, window=window or 0, both=True
-    )
+    wanted = dense(query, key, value, QUERIES, QUERIES, causal=False, window=window or 0, both=True)
     torch.testing.assert_close(out.view(-1, HEADS, SIZE), wanted, **NEAR)
 
 
@@ -964,9 +967,7 @@ def test_experts(modules, name, parallel):
 def test_sums_go_through_ipex(modules, monkeypatch):
     module = ours("communicator")
     calls = []
-    monkeypatch.setattr(
-        module.distributed, "all_reduce", lambda x, group: calls.append((x, group))
-    )
+    monkeypatch.setattr(module.distributed, "all_reduce", lambda x, group: calls.append((x, group)))
     made = module.IpexCommunicator()
     made.device_group = "group"
     x = torch.ones(3)

@@ -48,7 +48,9 @@ def version_problem(version: str) -> str:
     if found is not None and found[0] in VERSIONS:
         return ""
     known = " or ".join(f"{minor}.x" for minor in VERSIONS)
-    return f"vllm must be {known}, got {version}: install one of these, or another release of ipex-llm"
+    return (
+        f"vllm must be {known}, got {version}: install one of these, or another release of ipex-llm"
+    )
 
 
 def gpu() -> str:
@@ -138,5 +140,7 @@ def register() -> tuple[str, ...]:
         try:
             done += hook()
         except (ImportError, AttributeError, KeyError) as error:
-            _log.warning("vLLM plug-in: %s: left to vLLM, which lacks a place for it: %s", name, error)
+            _log.warning(
+                "vLLM plug-in: %s: left to vLLM, which lacks a place for it: %s", name, error
+            )
     return tuple(done)

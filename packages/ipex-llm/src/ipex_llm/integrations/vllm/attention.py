@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
-class IpexAttentionBackend(AttentionBackend):  # type: ignore[misc]
+class IpexAttentionBackend(AttentionBackend):
     """What vLLM asks a backend about."""
 
     forward_includes_kv_cache_update = False
@@ -127,7 +127,7 @@ class IpexMetadata:
     causal: bool = True
 
 
-class IpexMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class IpexMetadataBuilder(AttentionMetadataBuilder):
     """Makes the metadata of a step from vLLM's description of the batch."""
 
     def __init__(
@@ -166,7 +166,7 @@ class IpexMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         )
 
 
-class IpexAttentionImpl(AttentionImpl):  # type: ignore[misc]
+class IpexAttentionImpl(AttentionImpl):
     """The attention of one layer."""
 
     def __init__(

@@ -13,7 +13,7 @@ from ipex_core import distributed
 __all__ = ["IpexCommunicator"]
 
 
-class IpexCommunicator(CpuCommunicator):  # type: ignore[misc]
+class IpexCommunicator(CpuCommunicator):
     """vLLM's communicator of the CPU, with another sum; groups over several machines use their backend (gloo)."""
 
     def all_reduce(self, input_: torch.Tensor) -> Any:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +32,7 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {
 }
 
 
-class IpexPlatform(CpuPlatform):  # type: ignore[misc]
+class IpexPlatform(CpuPlatform):
     """A CPU whose kernels are ipex's. What is not defined here is vLLM's."""
 
     _overridden = False
@@ -82,6 +84,7 @@ class IpexPlatform(CpuPlatform):  # type: ignore[misc]
     def register_triton_kernel_overrides(cls) -> None:
         """Do it once in a process: for a second engine vLLM would search all modules again, and fail on some."""
         if not cls._overridden:
+            _mend_slot_mapping()
             super().register_triton_kernel_overrides()
             IpexPlatform._overridden = True
 
@@ -89,6 +92,31 @@ class IpexPlatform(CpuPlatform):  # type: ignore[misc]
     def get_device_communicator_cls(cls) -> str:
         """Return the path of the communicator."""
         return "ipex_llm.integrations.vllm.communicator.IpexCommunicator"
+
+
+def _mend_slot_mapping() -> None:
+    """Give vLLM 0.32 a function in the place of its Triton kernel of slots: its own has another order of arguments."""
+    own: Any = importlib.import_module("vllm.utils.cpu_triton_utils")
+    function = getattr(own, "_compute_slot_mapping_kernel_impl", None)
+    if function is None or list(inspect.signature(function).parameters)[6] == "slot_mapping":
+        return
+
+    def compute_slot_mapping(
+        num_tokens: int,
+        max_num_tokens: int,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        block_table_stride: int,
+        slot_mapping: torch.Tensor,
+        block_size: int,
+        *rest: Any,
+    ) -> None:
+        torch.ops._C.compute_slot_mapping_kernel_impl(
+            query_start_loc, positions, block_table, slot_mapping, block_size
+        )
+
+    own._compute_slot_mapping_kernel_impl = compute_slot_mapping
 
 
 def check_cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:

@@ -24,7 +24,7 @@ def register_experts() -> tuple[str, ...]:
     Returns:
         The name of the function that chooses.
     """
-    oracle = importlib.import_module(_ORACLE)
+    oracle: Any = importlib.import_module(_ORACLE)
     stock = oracle.backend_to_kernel_cls
     cpu = oracle.UnquantizedMoeBackend.CPU
     if not getattr(stock, "_ipex", False):

@@ -6,6 +6,7 @@ They are defined in the library ``_C`` where nothing else has defined them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ def _compute_slot_mapping(
     offsets = query_start_loc.tolist()
     # As arrays: the batches are small, and a call of torch takes longer than the work.
     places, table, slots = positions.numpy(), block_table.numpy(), slot_mapping.numpy()
-    for row, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for row, (begin, end) in enumerate(itertools.pairwise(offsets)):
         place = places[begin:end]
         slots[begin:end] = table[row][place // block_size] * block_size + place % block_size
     slots[offsets[-1] :] = -1

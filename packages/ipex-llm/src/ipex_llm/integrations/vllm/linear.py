@@ -32,7 +32,7 @@ def replace_unquantized() -> tuple[str, ...]:
     Returns:
         The names of what was replaced.
     """
-    utils = importlib.import_module(_UTILS)
+    utils: Any = importlib.import_module(_UTILS)
     method = importlib.import_module(_EMBEDDING).UnquantizedEmbeddingMethod
     if utils.dispatch_cpu_unquantized_gemm is not dispatch:
         utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of vLLM's quantized linear layers: integer weights by groups (GPTQ, AWQ, compressed-tensors), INT8 and FP8."""
+"""Kernels of vLLM's quantized linear layers: weights of 4 and 8 bits by groups, INT8 with activations, and FP8."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _release(layer: Any, names: Iterable[str | None]) -> None:
             setattr(layer, name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
 
-class IpexWeightOnlyKernel(MPLinearKernel):  # type: ignore[misc]
+class IpexWeightOnlyKernel(MPLinearKernel):
     """4-bit and 8-bit integer weights with scales of groups; activations stay float."""
 
     @classmethod
@@ -126,7 +126,7 @@ class IpexWeightOnlyKernel(MPLinearKernel):  # type: ignore[misc]
         return result
 
 
-class IpexInt8Kernel(Int8ScaledMMLinearKernel):  # type: ignore[misc]
+class IpexInt8Kernel(Int8ScaledMMLinearKernel):
     """8-bit integer weights and activations; activations are quantized at each call."""
 
     @classmethod
@@ -206,7 +206,7 @@ def fp8_format(weight: Tensor) -> str:
     return "fp8_e5m2" if weight.dtype == torch.float8_e5m2 else "fp8_e4m3"
 
 
-class IpexFp8Kernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+class IpexFp8Kernel(FP8ScaledMMLinearKernel):
     """8-bit float weights with a scale for the layer or for each row; activations stay float.
 
     Checkpoints that ask for 8-bit activations, too, get the more exact product.
@@ -228,7 +228,10 @@ class IpexFp8Kernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         shape = c.weight_quant_key.scale.group_shape
         if shape.is_per_tensor() or shape.is_per_token() or shape.is_per_channel():
             return True, None
-        return False, f"ipex: the scales of the weight must be per tensor or per channel, got {shape}"
+        return (
+            False,
+            f"ipex: the scales of the weight must be per tensor or per channel, got {shape}",
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weight ``[K, N]`` of a loaded layer."""
@@ -256,7 +259,7 @@ class IpexFp8Kernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         )
 
 
-class IpexFp8BlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+class IpexFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
     """8-bit float weights with a scale for each block of 128 x 128; activations stay float."""
 
     apply_input_quant = False

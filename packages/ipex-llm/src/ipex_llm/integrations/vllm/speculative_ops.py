@@ -160,7 +160,7 @@ def eagle_prepare_next_token_padded(
     num_sampled_tokens_per_req: int,
     num_reqs: int,
 ) -> None:
-    """Write the last token of each sequence that is no -1, and how many there are; a spare one where there is no such."""
+    """Write the last token of each sequence that is not -1 and their number; a spare token where all are."""
     tokens = sampled_token_ids[:num_reqs, :num_sampled_tokens_per_req]
     valid = (tokens != -1) & (tokens < vocab_size) & ~discard_request_mask[:num_reqs, None]
     places = torch.arange(tokens.shape[1])

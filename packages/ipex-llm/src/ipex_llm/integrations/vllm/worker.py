@@ -32,7 +32,7 @@ def cache_bytes(free: int, ranks: int, batch: int) -> int:
     return min(most, max(_TIMES * batch, _LEAST)) if batch else most
 
 
-class IpexWorker(CPUWorker):  # type: ignore[misc]
+class IpexWorker(CPUWorker):
     """A worker that plans with the memory that is free, not with a share of the whole machine."""
 
     def determine_available_memory(self) -> int:
