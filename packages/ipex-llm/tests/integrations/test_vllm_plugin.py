@@ -126,7 +126,7 @@ def test_overrides_take_what_vllm_passes(modules):
         modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"].CPUUnquantizedExperts
     )
     classes = (
-        *(ours("cpu_platform").IpexPlatform, ours("communicator").IpexCommunicator, kernel),
+        *(ours("cpu_platform").IpexPlatform, ours("worker").IpexCommunicator, kernel),
         ours("worker").IpexWorker,
         *(ours("attention").IpexAttentionBackend, ours("attention").IpexMetadataBuilder),
         *(ours("attention").IpexAttentionImpl, quantized.IpexWeightOnlyKernel),
@@ -965,7 +965,7 @@ def test_experts(modules, name, parallel):
 
 
 def test_sums_go_through_ipex(modules, monkeypatch):
-    module = ours("communicator")
+    module = ours("worker")
     calls = []
     monkeypatch.setattr(module.distributed, "all_reduce", lambda x, group: calls.append((x, group)))
     made = module.IpexCommunicator()

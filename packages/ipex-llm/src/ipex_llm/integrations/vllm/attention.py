@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
+from ipex_core.library.spec import FLOATS
 from ipex_llm.integrations.vllm.cpu_platform import CACHE_DTYPES, MAX_HEAD_SIZE, check_cache_dtype
 
 __all__ = ["IpexAttentionBackend", "IpexAttentionImpl", "IpexMetadata", "IpexMetadataBuilder"]
@@ -35,7 +36,7 @@ class IpexAttentionBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
-    supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
+    supported_dtypes: ClassVar = list(FLOATS)
     supported_kv_cache_dtypes: ClassVar = list(CACHE_DTYPES)
 
     @staticmethod

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
+from ipex_core.library.spec import FLOATS
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -51,7 +53,7 @@ class IpexPlatform(CpuPlatform):
         """Return the path of the attention backend.
 
         Raises:
-            ValueError: The head size, the dtype or the dtype of the cache is none that the kernels have.
+            ValueError: The head size, the dtype or the dtype of the cache is not one of the kernels.
             NotImplementedError: Sparse or latent (MLA) attention.
         """
         config = attn_selector_config
@@ -65,7 +67,7 @@ class IpexPlatform(CpuPlatform):
             raise ValueError(
                 f"vLLM plug-in: head_size must be between 1 and {MAX_HEAD_SIZE}, got {config.head_size}"
             )
-        if config.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if config.dtype not in FLOATS:
             raise ValueError(
                 f"vLLM plug-in: dtype must be float32, bfloat16 or float16, got {config.dtype}"
             )
@@ -91,7 +93,7 @@ class IpexPlatform(CpuPlatform):
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         """Return the path of the communicator."""
-        return "ipex_llm.integrations.vllm.communicator.IpexCommunicator"
+        return "ipex_llm.integrations.vllm.worker.IpexCommunicator"
 
 
 def _mend_slot_mapping() -> None:

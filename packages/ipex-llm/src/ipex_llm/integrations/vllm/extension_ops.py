@@ -64,7 +64,7 @@ def _compute_slot_mapping(
     slot_mapping: Tensor,
     block_size: int,
 ) -> None:
-    """Write the row of the cache of each token; -1 for those of no sequence."""
+    """Write the row of the cache of each token; -1 for padding."""
     offsets = query_start_loc.tolist()
     # As arrays: the batches are small, and a call of torch takes longer than the work.
     places, table, slots = positions.numpy(), block_table.numpy(), slot_mapping.numpy()

@@ -44,7 +44,9 @@ def register_custom_ops() -> tuple[str, ...]:
     taken = getattr(registry, "op_registry_oot", None)
     taken = getattr(base, "op_registry_oot", taken)
     if not hasattr(base, "register_oot") or taken is None:
-        raise AttributeError("vllm.model_executor.custom_op has no register_oot")
+        raise AttributeError(
+            "vllm.model_executor.custom_op must have register_oot, got a CustomOp without it: use a supported vLLM"
+        )
     done = []
     for name, module in OPS.items():
         stock = getattr(importlib.import_module(module), name, None)

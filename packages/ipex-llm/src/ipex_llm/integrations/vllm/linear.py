@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch.nn.functional import linear as plain_linear
 
+from ipex_core.library.spec import FLOATS
+
 __all__ = ["register_quantized", "replace_unquantized"]
 
 Tensor = torch.Tensor
 
 _UTILS = "vllm.model_executor.layers.utils"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # --- float weights ----------------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def dispatch(layer: Any, remove_weight: bool) -> None:
         remove_weight: Whether nothing else reads the weight. False for embeddings, whose rows are looked up.
     """
     weight = layer.weight
-    if weight.is_meta or weight.ndim != 2 or weight.dtype not in _FLOATS or not weight.numel():
+    if weight.is_meta or weight.ndim != 2 or weight.dtype not in FLOATS or not weight.numel():
         layer.cpu_linear = plain_linear
         return
     if remove_weight or _head(layer):

@@ -17,6 +17,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.scalar_type import scalar_types
 
+from ipex_core.library.spec import FLOATS
+
 __all__ = [
     "TABLES",
     "IpexFp8BlockKernel",
@@ -78,7 +80,7 @@ class IpexWeightOnlyKernel(MPLinearKernel):
             return False, (
                 f"ipex: group_size must be -1, {k} or a multiple of 8 from 16 to 256, got {group}"
             )
-        if c.act_type not in (torch.float32, torch.bfloat16, torch.float16):
+        if c.act_type not in FLOATS:
             return False, f"ipex: act_type must be a float dtype, got {c.act_type}"
         return True, None
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's worker for the CPU with another default for the size of the cache of keys and values."""
+"""What runs in each process of a server: the size of its cache, and sums over the ranks of one machine."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from ipex_core import distributed
 from ipex_llm.kv_cache import available_memory, format_bytes
 
-__all__ = ["IpexWorker", "cache_bytes"]
+__all__ = ["IpexCommunicator", "IpexWorker", "cache_bytes"]
 
 _log = logging.getLogger("ipex")
 
@@ -66,3 +70,12 @@ class IpexWorker(CPUWorker):
             format_bytes(free),
         )
         return size
+
+
+class IpexCommunicator(CpuCommunicator):
+    """vLLM's communicator of the CPU, with another sum; groups over several machines use their backend (gloo)."""
+
+    def all_reduce(self, input_: torch.Tensor) -> Any:
+        """Return the sum over the group, in place."""
+        distributed.all_reduce(input_, group=self.device_group)
+        return input_
