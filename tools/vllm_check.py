@@ -8,6 +8,7 @@
 ``encoders``   embeddings of encoder models beside those of transformers
 ``ranks``      two tensor-parallel ranks beside one
 ``serve``      `vllm serve`: completion, chat, streaming, a JSON schema
+``refused``    what the plug-in does not have: one line that says so
 =============  ========================================================================================
 
 Without parts: all. It prints a line per case and ends with 1 if one differs. Nothing is downloaded: models are random.
@@ -562,6 +563,33 @@ def talk(server: subprocess.Popen[bytes], url: str, log: Path) -> str:
     return ""
 
 
+#: Name -> family, options of the engine, and what the error says.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "latent attention": ("deepseek_v2", {}, "attention must be over keys and values, got"),
+    "cache dtype": (
+        "llama",
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "--kv-cache-dtype must be",
+    ),
+}
+
+
+def refused(folder: Path) -> Iterator[Case]:
+    """Yield a case for each request that is refused when the model is loaded."""
+    for name, (kind, chosen, text) in REFUSED.items():
+
+        def run(kind: str = kind, chosen: Any = chosen, text: str = text) -> str:
+            _, place = family(kind, folder)
+            try:
+                engine = start(place, **chosen)
+            except (NotImplementedError, ValueError) as error:
+                return "" if text in str(error) else f"another error: {error}"
+            stop(engine)
+            return "it was not refused"
+
+        yield name, run
+
+
 PARTS: dict[str, Callable[[Path], Iterator[Case]]] = {
     "families": families,
     "options": options,
@@ -569,6 +597,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Case]]] = {
     "encoders": encoders,
     "ranks": ranks,
     "serve": serve,
+    "refused": refused,
 }
 
 

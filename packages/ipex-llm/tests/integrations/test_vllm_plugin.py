@@ -21,6 +21,9 @@ from ipex_llm.integrations.vllm import experts, extension_ops, linear
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
 
+find_gpu = plugin.gpu
+
+
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -82,6 +85,27 @@ def test_a_gpu_is_left_to_vllm(monkeypatch, caplog):
     monkeypatch.setenv("VLLM_PLUGINS", "ipex")
     assert plugin.platform() is None
     assert "a GPU (cuda) is there" in caplog.text
+
+
+def test_the_kind_of_gpu(monkeypatch):
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    for name in ("cuda", "xpu"):
+        monkeypatch.setattr(torch, name, types.SimpleNamespace(is_available=lambda: False))
+    assert find_gpu() == ""
+    seen = []
+
+    def count():
+        seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return True
+
+    available = types.SimpleNamespace(is_available=count)
+    monkeypatch.setattr(torch, "xpu", available)
+    assert find_gpu() == "xpu"
+    monkeypatch.setattr(torch, "xpu", types.SimpleNamespace(__name__="ipex_xpu_kernels.xpu"))
+    assert find_gpu() == ""
+    monkeypatch.setattr(torch, "cuda", available)
+    assert find_gpu() == "cuda" and seen == [None, "1"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
 
 
 def test_interfaces_that_changed_get_one_line(monkeypatch, caplog):

@@ -57,13 +57,22 @@ def gpu() -> str:
     """Return the kind of GPU that torch can use, or an empty string."""
     import torch
 
-    for name in ("cuda", "xpu"):
-        module = getattr(torch, name, None)
-        # A module of ipex-xpu-kernels answers for a device that vLLM does not know.
-        own = getattr(module, "__name__", "").startswith("ipex")
-        if module is not None and not own and module.is_available():
-            return name
-    return ""
+    # By the library of the driver: a count by CUDA itself would keep it from working in forked processes.
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        if torch.cuda.is_available():
+            return "cuda"
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    xpu = getattr(torch, "xpu", None)
+    # A module of ipex-xpu-kernels answers for a device that vLLM does not know.
+    own = getattr(xpu, "__name__", "").startswith("ipex")
+    return "xpu" if xpu is not None and not own and xpu.is_available() else ""
 
 
 @functools.cache
