@@ -44,7 +44,13 @@ FAMILIES = (
     *("falcon_alibi", "bloom", "gpt_bigcode", "gpt_neox", "stablelm", "glm4", "granite"),
     *("olmo2", "cohere", "starcoder2", "nemotron"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3"),
 )
+#: What vLLM wants of a family: latent rows of 576 numbers, the name of the routing.
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "topk_method": "noaux_tc"},
+}
 NEW_TOKENS = 24
 Tokens = list[list[int]]
 
@@ -126,7 +132,9 @@ def compare(got: Tokens, wanted: Tokens) -> str:
 def family(name: str, folder: Path) -> tuple[Any, Path]:
     """Return a tiny float32 model, and the folder that it is saved in."""
     from families import build
+    from family_configs import CONFIGS
 
+    CONFIGS[name][1].update(SIZES.get(name, {}))
     model = build(name).float()
     place = folder / name
     if not place.exists():
@@ -565,7 +573,6 @@ def talk(server: subprocess.Popen[bytes], url: str, log: Path) -> str:
 
 #: Name -> family, options of the engine, and what the error says.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "latent attention": ("deepseek_v2", {}, "attention must be over keys and values, got"),
     "cache dtype": (
         "llama",
         {"kv_cache_dtype": "int8_per_token_head"},

@@ -220,6 +220,8 @@ def install(
         for module, names in table.items()
     }
     contents["vllm.scalar_type"] = {"scalar_types": ScalarType}
+    backends = types.SimpleNamespace(CPU_MLA="CPU_MLA")
+    contents["vllm.v1.attention.backends.registry"] = {"AttentionBackendEnum": backends}
     contents["vllm.platforms"] = {"PlatformEnum": PlatformEnum}
     contents.setdefault(KERNELS, {})
     for name in list(contents):

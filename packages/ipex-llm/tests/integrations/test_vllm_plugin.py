@@ -272,10 +272,22 @@ def test_the_attention_backend_is_ours(modules):
     assert not backend.supports_attn_type("other")
 
 
+def test_latent_attention_is_vllms_backend_without_amx(modules):
+    platform = ours("cpu_platform").IpexPlatform
+    path = platform.get_attn_backend_cls(None, selector(use_mla=True))
+    assert path.endswith("cpu_mla.CPUMLABackend")
+    config = stand_in.vllm_config(attention_config=stand_in.Config(backend=None))
+    platform.check_and_update_config(config)
+    assert config.attention_config.backend is None
+    config.model_config.use_mla = True
+    platform.check_and_update_config(config)
+    assert config.attention_config.backend == "CPU_MLA"
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"use_mla": True}, NotImplementedError, "latent"),
+        ({"use_mla": True, "kv_cache_dtype": "fp8"}, ValueError, "must be auto .* got fp8"),
         ({"use_sparse": True}, NotImplementedError, "sparse"),
         ({"head_size": 2000}, ValueError, "head_size must be between 1 and 1024, got 2000"),
         ({"dtype": torch.float64}, ValueError, "dtype must be float32, .* got torch.float64"),
@@ -519,6 +531,21 @@ def test_activations_are_written_to_their_outputs():
         out = torch.empty_like(x)
         getattr(torch.ops._C, name)(out, x)
         torch.testing.assert_close(out, wanted, **NEAR)
+
+
+def test_latent_attention_over_a_paged_cache():
+    extension_ops.define()
+    heads, rank, rotary, block = 3, 16, 8, 4
+    cache = torch.randn(6, block, rank + rotary)
+    query = torch.randn(2, heads, rank + rotary)
+    table = torch.tensor([[4, 1], [2, 0]], dtype=torch.int32)
+    lengths = torch.tensor([6, 3], dtype=torch.int32)
+    out = torch.empty(2, heads, rank)
+    torch.ops._C.mla_decode_kvcache(out, query, cache, 0.3, table, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        keys = cache[table[row].long()].flatten(0, 1)[:length]
+        weights = (query[row] @ keys.T * 0.3).softmax(-1)
+        torch.testing.assert_close(out[row], weights @ keys[:, :rank], **NEAR)
 
 
 def test_weights_are_rounded_to_fp8():

@@ -19,6 +19,9 @@ __all__ = ["IpexPlatform"]
 
 _ATTENTION = "ipex_llm.integrations.vllm.attention"
 
+#: vLLM's own backend, whose one op of the extension is ours.
+_LATENT_ATTENTION = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend"
+
 #: The largest head of the attention ops.
 MAX_HEAD_SIZE = 1024
 
@@ -54,15 +57,21 @@ class IpexPlatform(CpuPlatform):
 
         Raises:
             ValueError: The head size, the dtype or the dtype of the cache is not one of the kernels.
-            NotImplementedError: Sparse or latent (MLA) attention.
+            NotImplementedError: Sparse attention.
         """
         config = attn_selector_config
-        if config.use_mla or config.use_sparse:
-            kind = "sparse" if config.use_sparse else "latent (MLA)"
+        if config.use_sparse:
             raise NotImplementedError(
-                f"vLLM plug-in: attention must be over keys and values, got a model with {kind} attention, which this"
-                " plug-in does not serve: use ipex.llm.optimize, or vLLM's build for the CPU"
+                "vLLM plug-in: attention must be over all keys, got a model with sparse attention, which this plug-in"
+                " does not serve: use a model without it"
             )
+        if config.use_mla:
+            if config.kv_cache_dtype not in (None, "auto"):
+                raise ValueError(
+                    "vLLM plug-in: --kv-cache-dtype must be auto for latent attention (MLA), got"
+                    f" {config.kv_cache_dtype}"
+                )
+            return _LATENT_ATTENTION
         if not 0 < config.head_size <= MAX_HEAD_SIZE:
             raise ValueError(
                 f"vLLM plug-in: head_size must be between 1 and {MAX_HEAD_SIZE}, got {config.head_size}"
@@ -77,6 +86,11 @@ class IpexPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Do what vLLM's CPU platform does, with our worker in the place of its own."""
+        model = vllm_config.model_config
+        if model is not None and getattr(model, "use_mla", False):
+            # Not the backend for AMX, whose ops vLLM's wheel has not.
+            registry = importlib.import_module("vllm.v1.attention.backends.registry")
+            vllm_config.attention_config.backend = registry.AttentionBackendEnum.CPU_MLA
         super().check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":

@@ -98,6 +98,22 @@ def _rotary_embedding(
     torch.ops.ipex.rotary_embedding(q, k, sines, cos, cos_sin_cache.shape[-1], is_neox, places)
 
 
+def _mla_decode_kvcache(
+    out: Tensor,
+    query: Tensor,
+    kv_cache: Tensor,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """Write the latent attention of one query per sequence ``[sequences, heads, kv_lora_rank]``."""
+    out.copy_(
+        torch.ops.ipex.mla_decode_attention(
+            query, kv_cache, seq_lens, scale, out.shape[2], block_tables
+        )
+    )
+
+
 def _gelu_tanh(out: Tensor, input: Tensor) -> None:
     """Write GELU with the tanh approximation; two names of vLLM are this one function."""
     out.copy_(torch.ops.ipex.gelu(input, "tanh"))
@@ -259,6 +275,12 @@ OPS = {
             ("gelu_quick", _gelu_quick),
         )
     },
+    "mla_decode_kvcache": ExtensionOp(
+        "(Tensor(a!) out, Tensor query, Tensor kv_cache, float scale, Tensor block_tables,"
+        " Tensor seq_lens) -> ()",
+        _mla_decode_kvcache,
+        _nothing,
+    ),
     "static_scaled_fp8_quant": ExtensionOp(
         "(Tensor(a!) result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
         _static_scaled_fp8_quant,
