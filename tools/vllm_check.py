@@ -44,12 +44,11 @@ FAMILIES = (
     *("falcon_alibi", "bloom", "gpt_bigcode", "gpt_neox", "stablelm", "glm4", "granite"),
     *("olmo2", "cohere", "starcoder2", "nemotron"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3"),
+    "deepseek_v2",
 )
-#: What vLLM wants of a family: latent rows of 576 numbers, the name of the routing.
+#: What vLLM wants of a family: latent rows of 576 numbers.
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "topk_method": "noaux_tc"},
 }
 NEW_TOKENS = 24
 Tokens = list[list[int]]
