@@ -41,7 +41,7 @@ for package in ("ipex-llm", "ipex-quant"):
 FAMILIES = (
     *("llama", "llama_tied", "llama_bias", "llama3", "mistral", "qwen2", "qwen3", "gemma"),
     *("gemma2", "gemma3", "phi", "phi3", "gptj", "gpt2", "opt", "falcon"),
-    *("falcon_alibi", "bloom", "gpt_bigcode", "gpt_neox", "stablelm", "glm4", "granite"),
+    *("falcon_alibi", "bloom", "gpt_bigcode", "stablelm", "glm4", "granite"),
     *("olmo2", "cohere", "starcoder2", "nemotron"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
     "deepseek_v2",
