@@ -185,6 +185,12 @@ def _details(modules: dict[str, types.ModuleType], config: Config, cpu: bool) ->
 
     cpu_moe = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"]
     cpu_moe.CPUUnquantizedExperts.__init__ = experts  # type: ignore[attr-defined]
+
+    def configured(self: Any, vllm_config: Any) -> None:
+        self.vllm_config, self.cache_config = vllm_config, vllm_config.cache_config
+        self.parallel_config = vllm_config.parallel_config
+
+    modules["vllm.v1.worker.cpu_worker"].CPUWorker.__init__ = configured  # type: ignore[attr-defined]
     embedding = modules["vllm.model_executor.layers.vocab_parallel_embedding"]
     embedding.UnquantizedEmbeddingMethod.embedding = (  # type: ignore[attr-defined]
         lambda self, layer, input_: nn.functional.embedding(input_, layer.weight)

@@ -324,9 +324,9 @@ def test_the_cache_is_a_part_of_what_is_free(modules):
 def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
     module = ours("worker")
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 33)
-    worker = module.IpexWorker()
-    worker.vllm_config = config = stand_in.vllm_config()
-    worker.cache_config, worker.parallel_config = config.cache_config, config.parallel_config
+    config = stand_in.vllm_config()
+    worker = module.IpexWorker(config)
+    assert config.cache_config.gpu_memory_utilization < 0.1  # what 0.32 checks at the start
     spec = types.SimpleNamespace(max_memory_usage_bytes=lambda config: 1 << 27)
     worker.get_kv_cache_spec = lambda: {"first": spec, "second": spec}
     warm = []
@@ -337,8 +337,9 @@ def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
     assert worker.determine_available_memory() == 1 << 30
     for name, value in (("kv_cache_memory_bytes", 1 << 20), ("gpu_memory_utilization", 0.5)):
         config = stand_in.vllm_config()
-        worker.cache_config = config.cache_config
-        setattr(worker.cache_config, name, value)
+        setattr(config.cache_config, name, value)
+        worker = module.IpexWorker(config)
+        assert getattr(config.cache_config, name) == value
         with pytest.raises(stand_in.Stated, match="CPUWorker"):
             worker.determine_available_memory()
 

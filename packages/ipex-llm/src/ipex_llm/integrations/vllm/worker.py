@@ -39,18 +39,25 @@ def cache_bytes(free: int, ranks: int, batch: int) -> int:
 class IpexWorker(CPUWorker):
     """A worker that plans with the memory that is free, not with a share of the whole machine."""
 
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        cache = vllm_config.cache_config
+        default = type(cache).__dataclass_fields__["gpu_memory_utilization"].default
+        default = getattr(default, "default", default)  # a Field of pydantic in some versions
+        known = available_memory() is not None and cache.kv_cache_memory_bytes is None
+        self.planned_here = known and cache.gpu_memory_utilization == default
+        if self.planned_here:
+            # vLLM 0.32 stops at the start where its own default is not free.
+            cache.gpu_memory_utilization = 0.01
+        super().__init__(vllm_config, *args, **kwargs)
+
     def determine_available_memory(self) -> int:
         """Return the bytes for the cache of keys and values, once the model is loaded.
 
         What the user has set, ``kv_cache_memory_bytes`` or another ``gpu_memory_utilization`` than vLLM's default, is
         left to vLLM.
         """
-        cache = self.cache_config
-        default = type(cache).__dataclass_fields__["gpu_memory_utilization"].default
-        default = getattr(default, "default", default)  # a Field of pydantic in some versions
         free = available_memory()
-        chosen = cache.kv_cache_memory_bytes is not None
-        if free is None or chosen or cache.gpu_memory_utilization != default:
+        if free is None or not self.planned_here:
             return int(super().determine_available_memory())
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()
