@@ -45,6 +45,7 @@ import nox_wheels  # noqa: E402, F401, I001
 import nox_dev  # noqa: E402, F401
 import nox_tests  # noqa: E402
 import nox_versions  # noqa: E402, F401
+import nox_vllm  # noqa: E402, F401
 import nox_checks  # noqa: E402, F401
 import nox_docs  # noqa: E402, F401
 import nox_release  # noqa: E402, F401

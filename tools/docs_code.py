@@ -54,7 +54,12 @@ ELSEWHERE = {
         *("ipex bench", "ipex demo", "ipex llm bench"),
     ),
     "does not end: tests of the server": ("ipex llm serve", "curl "),
-    "needs vLLM: test_vllm_plugin.py": ("VLLM_PLUGINS=",),
+    "needs vLLM: the session vllm": (
+        "VLLM_PLUGINS=",
+        "vllm serve",
+        "python -m venv served",
+        "python tools/vllm_",
+    ),
     "test_examples.py runs all of them at small sizes": (
         *("cd examples/training", "python dlrm.py", "python bert.py", "python detection.py"),
         "torchrun --nproc-per-node 2 distributed.py",

@@ -46,6 +46,8 @@ USES = {
     "xpu": "import ipex_xpu_kernels",
     "all": "ipex.llm.optimize, ipex.quantization.prepare, ipex.runtime.CPUPool",
 }
+#: Extras with a session of their own: they need another torch, and gigabytes.
+LARGE = ("vllm",)
 #: Run in a new interpreter: seconds of an import and resident memory after it, in MiB.
 PROBE = """
 import time
@@ -163,7 +165,8 @@ def main() -> int:
     """Run the command line; returns the number of requirements that failed."""
     folder = Path(sys.argv[1]).resolve()
     wheels = wheels_of(folder)
-    every = [*wheels, *(f"ipex[{it}]" for it in metadata_of(wheels["ipex"], "Provides-Extra"))]
+    extras = [it for it in metadata_of(wheels["ipex"], "Provides-Extra") if it not in LARGE]
+    every = [*wheels, *(f"ipex[{it}]" for it in extras)]
     cpu = {name: sizes(path) for name, path in wheels.items() if "xpu" not in name}
     report: dict[str, Any] = {
         "wheels": {name: {"file": path.name, **sizes(path)} for name, path in wheels.items()},

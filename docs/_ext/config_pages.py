@@ -18,7 +18,7 @@ These are read where they are used.
 | Variable | Read by | Meaning |
 |---|---|---|
 | `DISABLE_IPEX_SAMPLE` | `generate` of models of `ipex.llm.optimize` | set: sampling runs in the loop of transformers |
-| `VLLM_PLUGINS` | [vLLM](../../integrations.md#vllm) | `ipex` in it: the plug-in registers its ops |
+| `VLLM_PLUGINS` | [vLLM](../../vllm.md#when-it-is-active) | which plug-ins vLLM takes; `ipex` is this one |
 | `IPEX_INSTALL_PREFIX` | CMake, `find_package(IPEX)` | [another installation](../../export.md#c-programs) |
 | `ONEDNN_MAX_CPU_ISA`, `DNNL_MAX_CPU_ISA` | `ipex._C` | oneDNN's upper limit, for clients that ask for it |
 | `ONEAPI_DEVICE_SELECTOR`, `OCL_ICD_FILENAMES` | the SYCL run-time | [devices](../../xpu.md#which-device) |

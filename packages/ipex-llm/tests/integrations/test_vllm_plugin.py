@@ -1,264 +1,1026 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ipex in vLLM, through its registries."""
+"""The plug-in of vLLM against stand-ins made from recorded interfaces: what it chooses, overrides and computes."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import logging
-import sys
+import os
 import types
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.library import infer_schema
+import vllm_stand_in as stand_in
+from torch.nn import functional
 
 from ipex_llm.integrations import vllm as plugin
+from ipex_llm.integrations.vllm import experts, extension_ops, linear
+
+NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
 
-class FakeIrOp:
-    """An op of ``vllm.ir.ops``: what it checks when an implementation is registered."""
-
-    def __init__(self, native):
-        self.native = native
-        self.impls = {"native": native}
-
-    def register_impl(self, provider, *, supported=True, supports_args=None, inplace=False):
-        def decorator(function):
-            assert provider not in self.impls
-            wanted, got = (infer_schema(f, mutates_args=[]) for f in (self.native, function))
-            if got != wanted:
-                raise ValueError(f"schema {got}")
-            wanted, got = (
-                [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
-                for f in (self.native, supports_args)
-            )
-            assert got == wanted
-            self.impls[provider] = function
-            self.takes = supports_args
-            return function
-
-        return decorator
+find_gpu = plugin.gpu
 
 
-def ir_rms_norm(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-) -> Tensor:
-    y = nn.functional.rms_norm(x, x.shape[-1:], None, epsilon)
-    return y if weight is None else y * weight
-
-
-def ir_fused_add_rms_norm(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    return ir_rms_norm(x + x_residual, weight, epsilon), x + x_residual
-
-
-def ir_of_another_signature(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return ir_rms_norm(x, weight, epsilon)
-
-
-def fake_vllm(monkeypatch, *, cpu=True, table_in_module=False, custom_ops=("all",), ir=None):
-    """Put modules with the contract of vLLM's registries of ops in the place of vLLM."""
-    table: dict[str, type] = {}
-
-    class CustomOp(nn.Module):
-        def __new__(cls, *args, **kwargs):
-            return super().__new__(table.get(cls.__name__, cls))
-
-        def __init__(self):
-            super().__init__()
-            on = "all" in custom_ops or f"+{self.name}" in custom_ops
-            self._forward_method = self.forward_cpu if on else self.forward_native
-
-        def forward(self, *args, **kwargs):
-            return self._forward_method(*args, **kwargs)
-
-        def forward_cpu(self, *args, **kwargs):
-            return self.forward_native(*args, **kwargs)
-
-        @classmethod
-        def register_oot(cls, _decorated_op_cls=None, name=None):
-            def decorator(op_cls):
-                assert name not in table, f"Duplicate op name: {name}"
-                op_cls.name = name
-                table[name] = op_cls
-                return op_cls
-
-            return decorator if _decorated_op_cls is None else decorator(_decorated_op_cls)
-
-    class RMSNorm(CustomOp):
-        name = "rms_norm"
-        offset = 0.0
-
-        def __init__(self, hidden_size, eps=1e-6, var_hidden_size=None):
-            super().__init__()
-            self.variance_epsilon = eps
-            self.variance_size_override = var_hidden_size
-            self.weight = nn.Parameter(torch.rand(hidden_size))
-
-        def forward_native(self, x, residual=None):
-            x = x if residual is None else x + residual
-            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-            y = x * scale * (self.weight + self.offset)
-            return y if residual is None else (y, x)
-
-    class GemmaRMSNorm(RMSNorm):
-        name = "gemma_rms_norm"
-        offset = 1.0
-
-    class SiluAndMul(CustomOp):
-        name = "silu_and_mul"
-
-        def forward_native(self, x):
-            gate, up = x.chunk(2, -1)
-            return nn.functional.silu(gate) * up
-
-    class GeluAndMul(CustomOp):
-        name = "gelu_and_mul"
-
-        def __init__(self, approximate="none"):
-            super().__init__()
-            self.approximate = approximate
-
-        def forward_native(self, x):
-            gate, up = x.chunk(2, -1)
-            return nn.functional.gelu(gate, approximate=self.approximate) * up
-
-    class QuickGELU(CustomOp):
-        name = "quick_gelu"
-
-        def forward_native(self, x):
-            return x * torch.sigmoid(1.702 * x)
-
-    contents = {
-        "vllm": {},
-        **({} if ir is None else {"vllm.ir": {"ops": ir}}),
-        "vllm.platforms": {"current_platform": types.SimpleNamespace(is_cpu=lambda: cpu)},
-        "vllm.model_executor": {},
-        "vllm.model_executor.custom_op": {"CustomOp": CustomOp},
-        "vllm.model_executor.layers": {},
-        "vllm.model_executor.layers.layernorm": {"RMSNorm": RMSNorm, "GemmaRMSNorm": GemmaRMSNorm},
-        "vllm.model_executor.layers.activation": {
-            "SiluAndMul": SiluAndMul,
-            "GeluAndMul": GeluAndMul,
-            "QuickGELU": QuickGELU,
-        },
-    }
-    if table_in_module:
-        contents["vllm.model_executor.custom_op"]["op_registry_oot"] = table
-    else:
-        CustomOp.op_registry_oot = table
-    for name, values in contents.items():
-        module = types.ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-    ops = {**contents["vllm.model_executor.layers.layernorm"]}
-    ops |= contents["vllm.model_executor.layers.activation"]
-    return ops, table
-
-
-@pytest.mark.parametrize("in_module", [False, True])
-def test_vllm_runs_our_ops_where_its_registry_accepts_them(in_module, monkeypatch):
-    ops, table = fake_vllm(monkeypatch, table_in_module=in_module)
-    monkeypatch.setenv("VLLM_PLUGINS", "other, ipex")
-    assert plugin.register() == plugin.register() == tuple(plugin.OPS)
-    assert set(table) == set(plugin.OPS)
-    x, more = torch.randn(5, 32), torch.randn(5, 32)
-    for name, arguments in (
-        ("RMSNorm", (32,)),
-        ("GemmaRMSNorm", (32,)),
-        ("SiluAndMul", ()),
-        ("GeluAndMul", ("tanh",)),
-        ("QuickGELU", ()),
-    ):
-        layer = ops[name](*arguments)
-        assert type(layer) is table[name] and isinstance(layer, ops[name])
-        inputs = [(x,), (x, more)] if "Norm" in name else [(x,)]
-        for one in inputs:
-            torch.testing.assert_close(
-                layer(*one), layer.forward_native(*one), rtol=1e-5, atol=1e-5
-            )
-    # What the op does not compute stays vLLM's.
-    norm = ops["RMSNorm"](32, var_hidden_size=16)
-    torch.testing.assert_close(norm(x), norm.forward_native(x), rtol=0, atol=0)
-
-
-def test_vllm_switches_our_ops_by_its_own_names(monkeypatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "ipex")
-    ops, _ = fake_vllm(monkeypatch, custom_ops=("none", "+rms_norm"))
-    plugin.register()
-    norm, activation = ops["RMSNorm"](32), ops["SiluAndMul"]()
-    assert norm._forward_method.__func__ is plugin._rms_norm
-    assert activation._forward_method == activation.forward_native
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_vllm_gets_implementations_of_its_ir_ops(dtype, monkeypatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "ipex")
-    norm, added = FakeIrOp(ir_rms_norm), FakeIrOp(ir_fused_add_rms_norm)
-    names = types.SimpleNamespace(rms_norm=norm, fused_add_rms_norm=added, other=None)
-    fake_vllm(monkeypatch, ir=names)
-    plugin.register()
-    plugin.register()
-    x, more, weight = torch.randn(5, 32), torch.randn(5, 32), torch.rand(32)
-    x, more, weight = x.to(dtype), more.to(dtype), weight.to(dtype)
-    for op, arguments in ((norm, (x, weight)), (norm, (x[None], None)), (added, (x, more, weight))):
-        assert op.takes(*arguments, 1e-6)
-        got, wanted = op.impls["ipex"](*arguments, 1e-6), op.native(*arguments, 1e-6)
-        near = 1e-5 if dtype == torch.float32 else 5e-2
-        torch.testing.assert_close(got, wanted, rtol=near, atol=near)
-    assert not norm.takes(x, weight.double(), 1e-6) and not norm.takes(x, weight, 1e-6, 16)
-    assert not added.takes(x, more.double(), weight, 1e-6)
-
-
-def test_vllm_with_another_signature_is_left_alone(monkeypatch, caplog):
-    monkeypatch.setenv("VLLM_PLUGINS", "ipex")
-    op = FakeIrOp(ir_of_another_signature)
-    fake_vllm(monkeypatch, ir=types.SimpleNamespace(rms_norm=op))
-    with caplog.at_level(logging.INFO, "ipex"):
-        assert plugin.register() == tuple(plugin.OPS)
-    assert list(op.impls) == ["native"] and "vllm.ir.ops.rms_norm stays as it is" in caplog.text
-
-
-def test_vllm_is_left_alone_unless_asked(monkeypatch, caplog):
-    _, table = fake_vllm(monkeypatch)
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    assert plugin.register() == () and not table
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(plugin, "gpu", lambda: "")
+    plugin.platform.cache_clear()
+    yield
+    plugin.platform.cache_clear()
+
+
+@pytest.fixture(params=stand_in.VERSIONS)
+def modules(request, monkeypatch):
+    """The stand-in of each recorded version, with our platform in use."""
+    found = stand_in.install(monkeypatch, request.param)
+    stand_in.use_our_platform(found)
+    return found
+
+
+def ours(name):
+    return importlib.import_module(f"ipex_llm.integrations.vllm.{name}")
+
+
+# --- which platform ---------------------------------------------------------------------------------------------------
+
+
+def test_every_supported_version_is_recorded():
+    assert stand_in.VERSIONS == plugin.VERSIONS
+
+
+@pytest.mark.parametrize("minor", stand_in.VERSIONS)
+def test_the_platform_is_ours_without_a_gpu(minor, monkeypatch):
+    stand_in.install(monkeypatch, minor)
+    assert plugin.platform() == plugin.PLATFORM
+    module, _, name = plugin.PLATFORM.rpartition(".")
+    assert inspect.isclass(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "dev"])
+def test_an_unknown_version_gets_one_line(version, monkeypatch, caplog):
+    stand_in.install(monkeypatch)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with caplog.at_level(logging.INFO, "ipex"):
+        assert plugin.platform() is None and plugin.platform() is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"must be 0.32.x or 0.33.x, got {version}" in line
+
+
+def test_a_build_for_the_cpu_is_left_alone(monkeypatch, caplog):
+    stand_in.install(monkeypatch)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.0+cpu")
+    assert plugin.platform() is None and not caplog.records
+
+
+def test_a_gpu_is_left_to_vllm(monkeypatch, caplog):
+    stand_in.install(monkeypatch)
+    monkeypatch.setattr(plugin, "gpu", lambda: "cuda")
+    assert plugin.platform() is None and not caplog.records
+    plugin.platform.cache_clear()
     monkeypatch.setenv("VLLM_PLUGINS", "ipex")
-    _, table = fake_vllm(monkeypatch, cpu=False)
-    assert plugin.register() == () and not table
-    ops, table = fake_vllm(monkeypatch)
-    table["SiluAndMul"] = ops["SiluAndMul"]  # of another plug-in
-    assert "SiluAndMul" not in plugin.register()
-    assert table["SiluAndMul"] is ops["SiluAndMul"]
+    assert plugin.platform() is None
+    assert "a GPU (cuda) is there" in caplog.text
+
+
+def test_the_kind_of_gpu(monkeypatch):
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    for name in ("cuda", "xpu"):
+        monkeypatch.setattr(torch, name, types.SimpleNamespace(is_available=lambda: False))
+    assert find_gpu() == ""
+    seen = []
+
+    def count():
+        seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return True
+
+    available = types.SimpleNamespace(is_available=count)
+    monkeypatch.setattr(torch, "xpu", available)
+    assert find_gpu() == "xpu"
+    monkeypatch.setattr(torch, "xpu", types.SimpleNamespace(__name__="ipex_xpu_kernels.xpu"))
+    assert find_gpu() == ""
+    monkeypatch.setattr(torch, "cuda", available)
+    assert find_gpu() == "cuda" and seen == [None, "1"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+def test_interfaces_that_changed_get_one_line(monkeypatch, caplog):
+    stand_in.install(monkeypatch, without=("vllm.platforms.cpu",))
+    assert plugin.platform() is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "not used: vllm 0.33.0" in line and "vllm.platforms.cpu" in line
+
+
+def test_an_empty_list_of_gpus_is_made_definite(monkeypatch):
+    stand_in.install(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert plugin.platform() == plugin.PLATFORM
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
 
 
 def test_vllm_finds_the_plugin():
     if "site-packages" not in str(plugin.__file__):
         pytest.skip("ipex-llm is not installed, only on the path")
-    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="ipex")
-    assert [entry.load() for entry in found] == [plugin.register]
+    for group, function in (("platform", plugin.platform), ("general", plugin.register)):
+        found = importlib.metadata.entry_points(group=f"vllm.{group}_plugins", name="ipex")
+        assert [entry.load() for entry in found] == [function]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-def test_the_real_vllm_accepts_our_ops(monkeypatch):
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def accepts(function, parameters):
+    """Return whether a function takes what vLLM passes: each recorded parameter, by place and by name."""
+    own = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in own.values()):
+        return True
+    wanted = [p.strip("*=") for p in parameters if not p.startswith("**")]
+    given = list(own)[: len(wanted)]
+    rest = list(own.values())[len(wanted) :]
+    return given == wanted and all(p.default is not p.empty for p in rest)
+
+
+def test_overrides_take_what_vllm_passes(modules):
+    quantized = ours("quantized")
+    kernel = experts.expert_class(
+        modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"].CPUUnquantizedExperts
+    )
+    classes = (
+        *(ours("cpu_platform").IpexPlatform, ours("worker").IpexCommunicator, kernel),
+        ours("worker").IpexWorker,
+        *(ours("attention").IpexAttentionBackend, ours("attention").IpexMetadataBuilder),
+        *(ours("attention").IpexAttentionImpl, quantized.IpexWeightOnlyKernel),
+        *(quantized.IpexInt8Kernel, quantized.IpexFp8Kernel, quantized.IpexFp8BlockKernel),
+    )
+    checked = 0
+    for made in classes:
+        for base in made.__mro__[1:-1]:
+            for name, theirs in vars(base).items():
+                mine = vars(made).get(name)
+                recorded = getattr(theirs, "__signature__", None)
+                if mine is None or recorded is None:
+                    continue
+                mine = getattr(mine, "__func__", mine)
+                assert accepts(mine, list(recorded.parameters)), f"{made.__name__}.{name}"
+                checked += 1
+    assert checked > 30
+    assert accepts(linear.dispatch, ["layer", "remove_weight"])
+
+
+def test_every_hook_finds_its_place(modules, monkeypatch):
+    fake_layers(modules)
+    first = plugin.register()
+    assert plugin.register() == first
+    assert {"dispatch_cpu_unquantized_gemm", "_POSSIBLE_KERNELS", "experts", "RMSNorm"} <= {*first}
+    utils = modules["vllm.model_executor.layers.utils"]
+    assert utils.dispatch_cpu_unquantized_gemm is linear.dispatch
+    tables, cpu = modules[stand_in.KERNELS], stand_in.PlatformEnum.CPU
+    quantized = ours("quantized")
+    for name, kernels in quantized.TABLES.items():
+        assert getattr(tables, name)[cpu][: len(kernels)] == [*kernels]
+        assert len(getattr(tables, name)[cpu]) == len(kernels) + 1
+    oracle = modules["vllm.model_executor.layers.fused_moe.oracle.unquantized"]
+    (kernel,) = oracle.backend_to_kernel_cls(stand_in.MoeBackend.CPU)
+    assert kernel.__name__ == "IpexExperts"
+    assert oracle.backend_to_kernel_cls(stand_in.MoeBackend.TRITON) == ["vLLM's TRITON"]
+
+
+def test_a_hook_without_a_place_is_told_and_the_others_stay(modules, monkeypatch, caplog):
+    fake_layers(modules)
+    oracle = "vllm.model_executor.layers.fused_moe.oracle.unquantized"
+    monkeypatch.setitem(importlib.sys.modules, oracle, None)
+    del modules["vllm.model_executor.layers.utils"].dispatch_cpu_unquantized_gemm
+    done = plugin.register()
+    assert "_POSSIBLE_KERNELS" in done and "experts" not in done
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [line.split(":")[1].strip() for line in lines] == ["linear", "experts"]
+
+
+def test_other_platforms_get_layers_only_when_asked(monkeypatch):
+    modules = stand_in.install(monkeypatch)
+    fake_layers(modules)
+    modules["vllm.platforms"].current_platform = types.SimpleNamespace(is_cpu=lambda: True)
+    assert plugin.register() == ()
     monkeypatch.setenv("VLLM_PLUGINS", "ipex")
-    from vllm.platforms import current_platform
+    assert "RMSNorm" in plugin.register()
+    utils = modules["vllm.model_executor.layers.utils"]
+    assert utils.dispatch_cpu_unquantized_gemm is not linear.dispatch
 
-    if not current_platform.is_cpu():
-        pytest.skip("this vllm is not for the CPU")
-    assert set(plugin.register()) >= {"RMSNorm", "SiluAndMul"}
-    from vllm.model_executor.layers.layernorm import RMSNorm
 
-    assert RMSNorm.name == "rms_norm"
-    if importlib.util.find_spec("vllm.ir") is not None:
-        from vllm import ir
+def fake_layers(modules):
+    """Add a registry of layers that takes all."""
+    table = {}
 
-        assert "ipex" in ir.ops.rms_norm.impls and "ipex" in ir.ops.fused_add_rms_norm.impls
+    class CustomOp:
+        op_registry_oot = table
+
+        @classmethod
+        def register_oot(cls, made, name):
+            table[name] = made
+
+    contents = {
+        "vllm.model_executor.custom_op": {"CustomOp": CustomOp},
+        "vllm.model_executor.layers.layernorm": {"RMSNorm": CustomOp},
+        "vllm.model_executor.layers.activation": {"SiluAndMul": CustomOp},
+    }
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        importlib.sys.modules[name] = module
+        modules[name] = module
+
+
+@pytest.fixture(autouse=True)
+def _no_fakes_left():
+    before = {*importlib.sys.modules}
+    yield
+    for name in {*importlib.sys.modules} - before:
+        if name.startswith("vllm.") or name in stand_in.OURS:
+            del importlib.sys.modules[name]
+
+
+# --- platform ---------------------------------------------------------------------------------------------------------
+
+
+def selector(**options):
+    return types.SimpleNamespace(
+        **{
+            "head_size": 64,
+            "dtype": torch.bfloat16,
+            "kv_cache_dtype": "auto",
+            "use_mla": False,
+            "use_sparse": False,
+            **options,
+        }
+    )
+
+
+def test_the_attention_backend_is_ours(modules):
+    platform = ours("cpu_platform").IpexPlatform
+    path = platform.get_attn_backend_cls(None, selector())
+    module, _, name = path.rpartition(".")
+    backend = getattr(importlib.import_module(module), name)
+    assert backend.get_name() == "CPU_ATTN"
+    assert backend.supports_head_size(80) and not backend.supports_head_size(2048)
+    assert backend.get_impl_cls().__name__ == "IpexAttentionImpl"
+    for kind in ("decoder", "encoder", "encoder_only", "encoder_decoder"):
+        assert backend.supports_attn_type(kind)
+    assert not backend.supports_attn_type("other")
+
+
+def test_latent_attention_is_vllms_backend_without_amx(modules):
+    platform = ours("cpu_platform").IpexPlatform
+    path = platform.get_attn_backend_cls(None, selector(use_mla=True))
+    assert path.endswith("cpu_mla.CPUMLABackend")
+    config = stand_in.vllm_config(attention_config=stand_in.Config(backend=None))
+    platform.check_and_update_config(config)
+    assert config.attention_config.backend is None
+    config.model_config.use_mla = True
+    platform.check_and_update_config(config)
+    assert config.attention_config.backend == "CPU_MLA"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"use_mla": True, "kv_cache_dtype": "fp8"}, ValueError, "must be auto .* got fp8"),
+        ({"use_sparse": True}, NotImplementedError, "sparse"),
+        ({"head_size": 2000}, ValueError, "head_size must be between 1 and 1024, got 2000"),
+        ({"dtype": torch.float64}, ValueError, "dtype must be float32, .* got torch.float64"),
+        ({"kv_cache_dtype": "nvfp4"}, ValueError, "--kv-cache-dtype must be .* got nvfp4"),
+        ({"kv_cache_dtype": "float16"}, ValueError, "--kv-cache-dtype must be .* got float16"),
+    ],
+)
+def test_attention_that_is_not_there_is_refused(modules, options, kind, text):
+    platform = ours("cpu_platform").IpexPlatform
+    with pytest.raises(kind, match=text):
+        platform.get_attn_backend_cls(None, selector(**options))
+
+
+def test_the_worker_is_ours_unless_another_is_named(modules):
+    platform = ours("cpu_platform").IpexPlatform
+    config = stand_in.vllm_config()
+    platform.check_and_update_config(config)
+    module, _, name = config.parallel_config.worker_cls.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is ours("worker").IpexWorker
+    config.parallel_config.worker_cls = "another.Worker"
+    platform.check_and_update_config(config)
+    assert config.parallel_config.worker_cls == "another.Worker"
+
+
+def test_the_cache_is_a_part_of_what_is_free(modules):
+    size, mib = ours("worker").cache_bytes, 1 << 20
+    assert size(1000 * mib, 1, 0) == size(1000 * mib, 1, 600 * mib) == 500 * mib
+    assert size(1000 * mib, 2, 600 * mib) == 250 * mib
+    assert size(1000 * mib, 1, 100 * mib) == 200 * mib  # two batches
+    assert size(1000 * mib, 1, mib) == 64 * mib
+    assert size(100 * mib, 1, mib) == 50 * mib
+
+
+def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
+    module = ours("worker")
+    monkeypatch.setattr(module, "available_memory", lambda: 1 << 33)
+    config = stand_in.vllm_config()
+    worker = module.IpexWorker(config)
+    assert config.cache_config.gpu_memory_utilization < 0.1  # what 0.32 checks at the start
+    spec = types.SimpleNamespace(max_memory_usage_bytes=lambda config: 1 << 27)
+    worker.get_kv_cache_spec = lambda: {"first": spec, "second": spec}
+    warm = []
+    worker._should_warm_up_model = lambda: True
+    worker.model_runner = types.SimpleNamespace(warming_up_model=lambda: warm.append(1))
+    assert worker.determine_available_memory() == 1 << 31 and warm == [1]
+    config.parallel_config.tensor_parallel_size = 4
+    assert worker.determine_available_memory() == 1 << 30
+    for name, value in (("kv_cache_memory_bytes", 1 << 20), ("gpu_memory_utilization", 0.5)):
+        config = stand_in.vllm_config()
+        setattr(config.cache_config, name, value)
+        worker = module.IpexWorker(config)
+        assert getattr(config.cache_config, name) == value
+        with pytest.raises(stand_in.Stated, match="CPUWorker"):
+            worker.determine_available_memory()
+
+
+def test_replacements_of_triton_are_registered_once(modules, monkeypatch):
+    platform = ours("cpu_platform").IpexPlatform
+    calls = []
+    base = modules["vllm.platforms.cpu"].CpuPlatform
+    monkeypatch.setattr(
+        base, "register_triton_kernel_overrides", classmethod(lambda cls: calls.append(cls))
+    )
+    platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides()
+    assert calls == [platform]
+    # The order in which vLLM passes the arguments of the kernel, in both versions.
+    own = modules["vllm.utils.cpu_triton_utils"]._compute_slot_mapping_kernel_impl
+    assert list(inspect.signature(own).parameters)[2:7] == [
+        *("query_start_loc", "positions", "block_table", "block_table_stride", "slot_mapping")
+    ]
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 16, 8, 24
+
+
+def implementation(attention, **options):
+    given = {
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        **options,
+    }
+    return attention.IpexAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, **given)
+
+
+def step_of(attention, queries, keys, causal=True, spec=None):
+    """Return the metadata of sequences with so many new tokens and keys, and the slots of all their keys."""
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(BLOCKS, generator=generator).tolist()
+    table = torch.full((len(keys) + 1, 8), -1, dtype=torch.int32)
+    slots = []
+    for row, count in enumerate(keys):
+        own = [order.pop() for _ in range(-(-count // BLOCK))]
+        table[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        slots += [own[i // BLOCK] * BLOCK + i % BLOCK for i in range(count)]
+    total = sum(queries)
+    starts = torch.tensor([0, *queries, 0]).cumsum(0).int()
+    batch = types.SimpleNamespace(
+        num_reqs=len(keys),
+        num_actual_tokens=total,
+        max_query_len=max(queries),
+        max_seq_len=max(keys),
+        query_start_loc=starts,
+        seq_lens=torch.tensor([*keys, 7], dtype=torch.int32),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(total, dtype=torch.int64),
+        causal=causal,
+    )
+    builder = attention.IpexMetadataBuilder(spec, ["layer"], None, torch.device("cpu"))
+    return builder.build(0, batch), torch.tensor(slots)
+
+
+def dense(query, key, value, queries, keys, *, causal=True, window=0, both=False):
+    """Return the attention of packed sequences, one at a time."""
+    outs, q0, k0 = [], 0, 0
+    for n, m in zip(queries, keys, strict=True):
+        q, k, v = (
+            x[b : b + c].transpose(0, 1)
+            for x, b, c in ((query, q0, n), (key, k0, m), (value, k0, m))
+        )
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+        places, own = torch.arange(m), torch.arange(m - n, m)[:, None]
+        mask = torch.ones(n, m, dtype=torch.bool)
+        if causal:
+            mask &= places <= own
+        if window:
+            mask &= places > own - window
+            if both:
+                mask &= places < own + window
+        outs.append(
+            functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
+        )
+        q0, k0 = q0 + n, k0 + m
+    return torch.cat(outs)
+
+
+LAYER = types.SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
+QUERIES, KEYS = (5, 1, 3), (5, 20, 11)
+
+
+def drawn(*counts):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(count, heads, SIZE, generator=generator)
+        for count, heads in zip(counts, (HEADS, KV_HEADS, KV_HEADS), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_over_a_paged_cache(modules, window):
+    attention = ours("attention")
+    impl = implementation(attention, sliding_window=window)
+    step, slots = step_of(attention, QUERIES, KEYS)
+    query, key, value = drawn(sum(QUERIES), sum(KEYS), sum(KEYS))
+    cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE)
+    impl.do_kv_cache_update(LAYER, key, value, cache, slots)
+    out = torch.full((sum(QUERIES) + 2, HEADS * SIZE), 9.0)
+    padded = torch.cat([query, torch.zeros(2, HEADS, SIZE)])
+    assert impl.forward(LAYER, padded, key, value, cache, step, out) is out
+    wanted = dense(query, key, value, QUERIES, KEYS, window=window or 0)
+    torch.testing.assert_close(out[: sum(QUERIES)].view(-1, HEADS, SIZE), wanted, **NEAR)
+    assert (out[sum(QUERIES) :] == 9).all()
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_attention_over_an_fp8_cache(modules, name):
+    attention = ours("attention")
+    impl = implementation(attention, kv_cache_dtype=name)
+    step, slots = step_of(attention, QUERIES, KEYS)
+    query, key, value = drawn(sum(QUERIES), sum(KEYS), sum(KEYS))
+    stored = attention.CACHE_DTYPES[name]
+    key, value = (x.to(stored).float() for x in (key, value))  # exact in the cache
+    cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)
+    impl.do_kv_cache_update(LAYER, key, value, cache, slots)
+    out = torch.zeros(sum(QUERIES), HEADS, SIZE)
+    impl.forward(LAYER, query, key, value, cache, step, out)
+    torch.testing.assert_close(out, dense(query, key, value, QUERIES, KEYS), **NEAR)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_an_encoder_has_no_cache(modules, window):
+    attention = ours("attention")
+    impl = implementation(attention, attn_type="encoder_only", sliding_window=window)
+    step, _ = step_of(attention, QUERIES, QUERIES, causal=False)
+    query, key, value = drawn(*[sum(QUERIES)] * 3)
+    out = torch.zeros(sum(QUERIES), HEADS * SIZE)
+    impl.do_kv_cache_update(LAYER, key, value, torch.zeros(0), torch.zeros(0))
+    impl.forward(LAYER, query, key, value, torch.zeros(0), step, out)
+    wanted = dense(query, key, value, QUERIES, QUERIES, causal=False, window=window or 0, both=True)
+    torch.testing.assert_close(out.view(-1, HEADS, SIZE), wanted, **NEAR)
+
+
+def test_cross_attention_sees_all_keys(modules):
+    attention = ours("attention")
+    spec = modules["vllm.v1.kv_cache_interface"].CrossAttentionSpec()
+    step, _ = step_of(attention, QUERIES, KEYS, spec=spec)
+    assert step.causal is False
+    assert step_of(attention, QUERIES, KEYS)[0].causal is True
+
+
+def test_bad_calls_of_the_attention_are_refused(modules):
+    attention = ours("attention")
+    with pytest.raises(NotImplementedError, match="one bool for the batch"):
+        step_of(attention, QUERIES, KEYS, causal=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="one number for each of 4 heads, got 3"):
+        implementation(attention, sinks=torch.zeros(3))
+    impl = implementation(attention)
+    step, _ = step_of(attention, QUERIES, KEYS)
+    nothing = torch.zeros(0)
+    with pytest.raises(NotImplementedError, match="output_scale must be None"):
+        impl.forward(LAYER, *[nothing] * 4, step, nothing, output_scale=nothing)
+    assert impl.forward(LAYER, *[nothing] * 4, None, nothing) is nothing
+
+
+# --- ops of the extension ---------------------------------------------------------------------------------------------
+
+
+def test_ops_of_the_extension_are_defined_once():
+    first = extension_ops.define()
+    assert {*first} <= {*extension_ops.OPS} and extension_ops.define() == ()
+    for name in extension_ops.OPS:
+        assert hasattr(torch.ops._C, name)
+    torch.ops._C.init_cpu_memory_env([0])
+    logits = torch.randn(5, 70)
+    torch.testing.assert_close(torch.ops._C.greedy_argmax(logits), logits.argmax(-1))
+    traced = torch.compile(torch.ops._C.greedy_argmax, backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(logits), logits.argmax(-1))
+
+
+def test_activations_are_written_to_their_outputs():
+    extension_ops.define()
+    x = torch.randn(3, 40)
+    tanh = functional.gelu(x, approximate="tanh")
+    for name, wanted in (
+        ("gelu_new", tanh),
+        ("gelu_fast", tanh),
+        ("gelu_quick", x * (1.702 * x).sigmoid()),
+    ):
+        out = torch.empty_like(x)
+        getattr(torch.ops._C, name)(out, x)
+        torch.testing.assert_close(out, wanted, **NEAR)
+
+
+def test_latent_attention_over_a_paged_cache():
+    extension_ops.define()
+    heads, rank, rotary, block = 3, 16, 8, 4
+    cache = torch.randn(6, block, rank + rotary)
+    query = torch.randn(2, heads, rank + rotary)
+    table = torch.tensor([[4, 1], [2, 0]], dtype=torch.int32)
+    lengths = torch.tensor([6, 3], dtype=torch.int32)
+    out = torch.empty(2, heads, rank)
+    torch.ops._C.mla_decode_kvcache(out, query, cache, 0.3, table, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        keys = cache[table[row].long()].flatten(0, 1)[:length]
+        weights = (query[row] @ keys.T * 0.3).softmax(-1)
+        torch.testing.assert_close(out[row], weights @ keys[:, :rank], **NEAR)
+
+
+def test_weights_are_rounded_to_fp8():
+    extension_ops.define()
+    x = torch.randn(5, 12)
+    out, kind = torch.empty(5, 12, dtype=torch.float8_e4m3fn), torch.float8_e4m3fn
+    one, rows = torch.empty(1), torch.empty(5, 1)
+    torch.ops._C.dynamic_scaled_fp8_quant(out, x, one)
+    torch.testing.assert_close(one[0], x.abs().max() / 448)
+    assert torch.equal(out.float(), (x / one).to(kind).float())
+    torch.ops._C.dynamic_per_token_scaled_fp8_quant(out, x, rows)
+    torch.testing.assert_close(rows, x.abs().amax(1, keepdim=True) / 448)
+    assert torch.equal(out.float(), (x / rows).to(kind).float())
+    for scale, group in (
+        (torch.rand(1) + 0.5, None),
+        (torch.rand(5) + 0.5, (1, -1)),
+        (torch.rand(12) + 0.5, (-1, 1)),
+        (torch.rand(3, 3) + 0.5, (2, 4)),
+    ):
+        wide = scale
+        if group == (1, -1):
+            wide = scale[:, None]
+        elif group == (2, 4):
+            wide = scale.repeat_interleave(2, 0).repeat_interleave(4, 1)[:5]
+        torch.ops._C.static_scaled_fp8_quant(out, x, scale, group)
+        assert torch.equal(out.float(), (x / wide).to(kind).float())
+    with pytest.raises(ValueError, match="group_shape must be given"):
+        torch.ops._C.static_scaled_fp8_quant(out, x, torch.ones(5))
+
+
+def test_slots_follow_the_block_tables():
+    extension_ops.define()
+    table = torch.tensor([[5, 2], [0, 7], [9, 9]], dtype=torch.int32)
+    slots = torch.full((9,), 77)
+    positions = torch.tensor([0, 1, 6, 3, 4, 5, 0, 0])
+    starts = torch.tensor([0, 3, 6], dtype=torch.int32)
+    torch.ops._C.compute_slot_mapping_kernel_impl(starts, positions, table, slots, 4)
+    assert slots.tolist() == [20, 21, 10, 3, 28, 29, -1, -1, -1]
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotary_turns_pairs(neox):
+    extension_ops.define()
+    tokens, size, rotary = 6, 16, 8
+    positions = torch.tensor([3, 0, 1, 2, 9, 5])
+    angles = torch.randn(10, rotary // 2)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    query, key = torch.randn(tokens, 3 * size), torch.randn(tokens, 2 * size)
+
+    def turned(x, offset=0, sign=1.0):
+        x = x.view(tokens, -1, size).clone()
+        part = x[..., offset : offset + rotary]
+        cos, sin = (t[positions][:, None] for t in table.chunk(2, -1))
+        if neox:
+            a, b = part.chunk(2, -1)
+            part.copy_(torch.cat([a * cos - b * sin * sign, b * cos + a * sin * sign], -1))
+        else:
+            a, b = part[..., ::2].clone(), part[..., 1::2].clone()
+            part[..., ::2] = a * cos - b * sin * sign
+            part[..., 1::2] = b * cos + a * sin * sign
+        return x.view(tokens, -1)
+
+    q, k = query.clone(), key.clone()
+    torch.ops._C.rotary_embedding(positions, q, k, size, table, neox)
+    torch.testing.assert_close(q, turned(query), **NEAR)
+    torch.testing.assert_close(k, turned(key), **NEAR)
+    q = query.clone()
+    torch.ops._C.rotary_embedding(positions, q, None, size, table, neox, 4, True)
+    torch.testing.assert_close(q, turned(query, 4, -1.0), **NEAR)
+
+
+def test_drawn_tokens_follow_the_seeds_and_the_probabilities():
+    extension_ops.define()
+    count = 4000
+    logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log().repeat(count, 1)
+    seeds = torch.arange(count)
+    first = torch.ops._C.fused_gumbel_argmax(logits, seeds)
+    assert torch.equal(first, torch.ops._C.fused_gumbel_argmax(logits, seeds))
+    share = first.bincount(minlength=4) / count
+    torch.testing.assert_close(share, torch.tensor([0.5, 0.3, 0.2, 0.0]), rtol=0, atol=0.03)
+    numbers = extension_ops.uniform(torch.arange(-count, count))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert numbers.mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+# --- speculative decoding ---------------------------------------------------------------------------------------------
+
+
+def speculative(name, *arguments):
+    extension_ops.define()
+    getattr(torch.ops._C, f"{name}_kernel_impl")(*arguments)
+
+
+def test_greedy_drafts_are_kept_up_to_the_first_that_differs():
+    out = torch.full((4, 4), -1)
+    sums, drafts = torch.tensor([3, 5, 5, 6]), torch.tensor([1, 2, 3, 4, 9, 6])
+    best, bonus = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([[10], [11], [12], [13]])
+    greedy = torch.tensor([True, True, True, False])
+    speculative("rejection_greedy_sample", out, sums, drafts, best, bonus, greedy, 3)
+    assert out.tolist() == [[1, 2, 3, 10], [4, 5, -1, -1], [12, -1, -1, -1], [-1] * 4]
+    speculative("rejection_greedy_sample", out, sums, drafts, best, bonus, None, 3)
+    assert out[3].tolist() == [6, 13, -1, -1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_sampled_drafts_are_accepted_by_their_probability(known):
+    out = torch.full((3, 3), -1)
+    sums, drafts = torch.tensor([2, 4, 5]), torch.tensor([0, 1, 0, 1, -1])
+    target = torch.tensor([[0.5, 0.5]] * 5)
+    draft = torch.tensor([[0.25, 0.75]] * 5) if known else None
+    noise = torch.tensor([0.45, 0.45, 0.45, 0.9, 0.0])
+    spare, bonus = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([10, 11, 12])
+    greedy = torch.zeros(3, dtype=torch.bool)
+    speculative(
+        *("rejection_random_sample", out, sums, drafts, draft, target, bonus, spare, noise),
+        *(greedy, 2, 2, not known),
+    )
+    assert out.tolist() == [[0, 1, 10], [0, 8, -1], [9, -1, -1]]
+    out.fill_(-1)
+    speculative(
+        *("rejection_random_sample", out, sums, drafts, draft, target, bonus, spare, noise),
+        *(~greedy, 2, 2, not known),
+    )
+    assert (out == -1).all()
+
+
+def test_a_number_for_each_draft_token():
+    out = torch.full((6,), -1)
+    speculative("expand", out, torch.tensor([7, -1, 3]), torch.tensor([2, 3, 5]), -1, 0)
+    assert out.tolist() == [7, 7, 0, 3, 3, -1]
+
+
+def test_tokens_in_the_place_of_drafts():
+    out, sums = torch.zeros(3, dtype=torch.int64), torch.tensor([1, 1, 3])
+    target = torch.tensor([[0.6, 0.3, 0.1]] * 3)
+    noise = torch.tensor([[1.0, 1.0, 1.0], [1.0, 9.0, 1.0], [1.0, 1.0, 9.0]])
+    drafts = torch.tensor([0, 1, 2])
+    speculative("sample_recovered_tokens", out, sums, drafts, None, target, noise, 3, True)
+    assert out.tolist() == [1, 2, 0]
+    draft = torch.tensor([[0.8, 0.1, 0.1]] * 3)
+    speculative("sample_recovered_tokens", out, sums, drafts, draft, target, noise, 3, False)
+    assert out.tolist() == [1, 1, 1]
+
+
+def test_drafts_that_were_refused_are_counted():
+    places, refused = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    speculative(
+        *("eagle_prepare_inputs_padded", torch.tensor([2, 2, 5]), torch.tensor([1, 1, 4])),
+        *(torch.tensor([0, 3, 4, 8], dtype=torch.int32), places, refused, 3),
+    )
+    assert refused.tolist() == [2, 0, 0] and places.tolist() == [0, 3, 7]
+
+
+def test_the_next_token_is_the_last_that_stays():
+    sampled = torch.tensor([[5, 6, -1], [7, -1, -1], [-1, -1, -1], [1, 2, 3]])
+    following, count = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    discard = torch.tensor([False, False, False, True])
+    spare = torch.tensor([20, 21, 22, 23])
+    speculative(
+        "eagle_prepare_next_token_padded", sampled, discard, spare, following, count, 50, 3, 4
+    )
+    assert following.tolist() == [6, 7, 22, 23] and count.tolist() == [2, 1, 0, 0]
+
+
+def test_a_draft_step_goes_on_by_one_position():
+    lengths = torch.tensor([4, 10], dtype=torch.int32)
+    positions, slots = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    table = torch.tensor([[3, 5], [6, 7]], dtype=torch.int32)
+    speculative(
+        *("eagle_step_slot_mapping_metadata", torch.tensor([3, 9]), table, lengths),
+        *(positions, slots, 4, 10, -1),
+    )
+    assert positions.tolist() == [4, 0] and slots.tolist() == [20, -1, -1]
+    assert lengths.tolist() == [5, 1]
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_inputs_of_a_draft_model(shift):
+    # Two sequences of three tokens; the last token of the second was refused.
+    ids, positions = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([7, 8, 9, 0, 1, 2])
+    extra = 2
+    size = 6 + 2 * (extra - shift)
+    tokens, places = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    away, masked = torch.zeros(2, size, dtype=torch.bool)
+    new, hidden = torch.zeros(4, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    speculative(
+        *("copy_and_expand_eagle_inputs", ids, positions, torch.tensor([30, 31]), tokens, places),
+        *(away, masked, new, hidden, torch.tensor([0, 3, 6]), torch.tensor([2, 4])),
+        *(-9, 99, 6, extra, shift),
+    )
+    if shift:
+        assert tokens.tolist() == [2, 3, 30, 99, 5, 31, 99, -9]
+        assert places.tolist() == [7, 8, 9, 10, 0, 1, 2, 0]
+        assert new.tolist() == [2, 3, 5, 6] and hidden.tolist() == [0, 1, 2, 4, 5, 6]
+    else:
+        assert tokens.tolist() == [1, 2, 3, 30, 99, 4, 5, 31, 99, -9]
+        assert places.tolist() == [7, 8, 9, 10, 11, 0, 1, 2, 3, 0]
+        assert new.tolist() == [3, 4, 7, 8]
+    assert away.tolist() == [token == -9 for token in tokens]
+    assert masked.tolist() == [token == 99 for token in tokens]
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_is_packed_once_and_freed(modules):
+    layer = stand_in.layer_of(weight=torch.randn(40, 24))
+    weight = layer.weight.detach().clone()
+    linear.dispatch(layer, remove_weight=True)
+    assert layer.weight.numel() == 0
+    x, bias = torch.randn(3, 24), torch.randn(40)
+    wanted = functional.linear(x, weight, bias)
+    torch.testing.assert_close(layer.cpu_linear(x, layer.weight, bias), wanted, **NEAR)
+
+
+def test_what_cannot_be_packed_stays_plain(modules):
+    for weight in (
+        torch.randn(4, 2, 3),
+        torch.randn(4, 3).double(),
+        torch.empty(4, 3, device="meta"),
+    ):
+        layer = stand_in.layer_of(weight=weight)
+        linear.dispatch(layer, remove_weight=True)
+        assert layer.cpu_linear is functional.linear and layer.weight.shape == weight.shape
+
+
+def head(weight):
+    made = type("ParallelLMHead", (torch.nn.Module,), {})()
+    made.weight = weight
+    return made
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_held_once(modules, monkeypatch, tied):
+    config = stand_in.vllm_config()
+    config.model_config.hf_text_config.tie_word_embeddings = tied
+    modules["vllm.config"].get_current_vllm_config_or_none = lambda: config
+    linear.replace_unquantized()
+    method = modules["vllm.model_executor.layers.vocab_parallel_embedding"]
+    method = method.UnquantizedEmbeddingMethod()
+    table = stand_in.layer_of(weight=torch.randn(50, 24))
+    last = head(table.weight if tied else torch.nn.Parameter(torch.randn(50, 24)))
+    rows, weight = table.weight.detach().clone(), last.weight.detach().clone()
+    for layer in (table, last):
+        linear.dispatch(layer, remove_weight=False)
+    ids, x = torch.tensor([[3, 49], [0, 3]]), torch.randn(2, 24)
+    torch.testing.assert_close(method.embedding(table, ids), rows[ids], rtol=0, atol=0)
+    wanted = functional.linear(x, weight)
+    torch.testing.assert_close(last.cpu_linear(x, last.weight), wanted, **NEAR)
+    assert last.weight.numel() == 0 and bool(table.weight.numel()) != tied
+    if tied:
+        assert table.ipex_rows[0] is last.ipex_rows[0]
+        torch.testing.assert_close(table.cpu_linear(x, table.weight), wanted, **NEAR)
+
+
+@pytest.mark.parametrize("reader", ["lora_config", "speculative_config"])
+def test_a_head_that_something_else_reads_stays_plain(modules, reader):
+    modules["vllm.config"].get_current_vllm_config_or_none = lambda: stand_in.vllm_config(
+        **{reader: "some"}
+    )
+    last = head(torch.nn.Parameter(torch.randn(50, 24)))
+    linear.dispatch(last, remove_weight=False)
+    assert last.weight.numel() and last.cpu_linear is functional.linear
+
+
+# --- quantized linear layers ------------------------------------------------------------------------------------------
+
+N, K, GROUP = 48, 64, 32
+
+
+def mixed_config(kind, zero_points=False, group=GROUP, **options):
+    return types.SimpleNamespace(
+        weight_type=stand_in.ScalarType[kind],
+        partition_weight_shape=(K, N),
+        full_weight_shape=(K, N),
+        group_size=group,
+        zero_points=zero_points,
+        act_type=torch.float32,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "bits", "middle"),
+    [("uint4b8", 4, 8), ("uint4", 4, None), ("uint8b128", 8, 128), ("uint8", 8, None)],
+)
+def test_integer_weights_by_groups(modules, kind, bits, middle, rows_first):
+    quantized = ours("quantized")
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (N, K), generator=generator)
+    zeros = torch.randint(0, 2**bits, (N, K // GROUP), generator=generator)
+    scales = torch.rand(N, K // GROUP, generator=generator) + 0.1
+    if middle is not None:
+        zeros.fill_(middle)
+    weight = ((codes - zeros.repeat_interleave(GROUP, 1)) * scales.repeat_interleave(GROUP, 1)) / K
+    scales = scales / K
+    if rows_first:  # compressed-tensors
+        layer = stand_in.layer_of(
+            q=(stand_in.words(codes, bits, 1), {"input_dim": 1, "output_dim": 0, "packed_dim": 1}),
+            s=(scales, {"output_dim": 0}),
+            z=(stand_in.words(zeros, bits, 0), {"output_dim": 0, "packed_dim": 0}),
+        )
+    else:  # GPTQ
+        layer = stand_in.layer_of(
+            q=(
+                stand_in.words(codes.t(), bits, 0),
+                {"input_dim": 0, "output_dim": 1, "packed_dim": 0},
+            ),
+            s=(scales.t().contiguous(), {"output_dim": 1}),
+            z=(stand_in.words(zeros.t(), bits, 1), {"output_dim": 1, "packed_dim": 1}),
+        )
+    config = mixed_config(kind, zero_points=middle is None)
+    assert quantized.IpexWeightOnlyKernel.can_implement(config) == (True, None)
+    kernel = quantized.IpexWeightOnlyKernel(config, "q", "s", "z")
+    kernel.process_weights_after_loading(layer)
+    assert layer.q.numel() == layer.s.numel() == 0
+    x, bias = torch.randn(3, K), torch.randn(N)
+    got = kernel.apply_weights(layer, x, bias)
+    torch.testing.assert_close(got, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (mixed_config("float6_e3m2f"), "weight_type must be"),
+        (mixed_config("uint4b8", group=12), "group_size must be .* got 12"),
+        (mixed_config("uint4b8", has_g_idx=True), "desc_act"),
+    ],
+)
+def test_integer_weights_that_do_not_fit(modules, config, text):
+    fits, reason = ours("quantized").IpexWeightOnlyKernel.can_implement(config)
+    assert not fits
+    assert __import__("re").search(text, reason)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("channelwise", [False, True])
+def test_int8_weights_and_activations(modules, static, symmetric, channelwise):
+    quantized = ours("quantized")
+    codes = torch.randint(-127, 128, (N, K), dtype=torch.int8)
+    scale = torch.rand(N, 1) / K if channelwise else torch.rand(2) / K
+    rows = scale if channelwise else scale.repeat_interleave(torch.tensor([16, 32]))[:, None]
+    layer = stand_in.layer_of(weight=codes.clone(), weight_scale=scale)
+    layer.logical_widths = [16, 32]
+    if static:
+        layer.input_scale = torch.tensor([0.02, 0.03])
+        layer.input_zero_point = None if symmetric else torch.tensor([3, -5])
+    config = types.SimpleNamespace(
+        is_channelwise=channelwise, is_static_input_scheme=static, input_symmetric=symmetric
+    )
+    names = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
+    kernel = quantized.IpexInt8Kernel(config, names)
+    kernel.process_weights_after_loading(layer)
+    x, bias = torch.randn(5, K), torch.randn(N)
+    got = kernel.apply_weights(layer, x, bias)
+    step, zero = layer.ipex_input if static else range_of(x, symmetric)
+    low, high = (-127, 127) if symmetric else (0, 255)
+    zero = 0 if zero is None else zero
+    rounded = (((x / step).round() + zero).clamp(low, high) - zero) * step
+    wanted = functional.linear(rounded, codes.float() * rows, bias)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    if static and not symmetric:  # of both layers: [-3.69, 3.96]
+        assert float(step) == pytest.approx(0.03) and int(zero) == 123
+
+
+def range_of(x, symmetric):
+    """Return the step and the zero point of each row."""
+    if symmetric:
+        return x.abs().amax(1, keepdim=True) / 127, None
+    high, low = x.amax(1, keepdim=True).clamp(min=0), x.amin(1, keepdim=True).clamp(max=0)
+    step = (high - low) / 255
+    return step, (-low / step).round()
+
+
+def group_shape(row, col):
+    return types.SimpleNamespace(
+        row=row,
+        col=col,
+        is_per_tensor=lambda: (row, col) == (-1, -1),
+        is_per_token=lambda: (row, col) == (1, -1),
+        is_per_channel=lambda: (row, col) == (-1, 1),
+    )
+
+
+def fp8_config(row, col):
+    scale = types.SimpleNamespace(group_shape=group_shape(row, col))
+    return types.SimpleNamespace(weight_quant_key=types.SimpleNamespace(scale=scale))
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("channels", [False, True])
+def test_fp8_weights(modules, kind, channels):
+    quantized = ours("quantized")
+    codes = torch.randn(N, K).to(kind)
+    scale = torch.rand(N, 1) if channels else torch.rand(1)
+    layer = stand_in.layer_of(weight=codes.t(), weight_scale=scale)
+    config = fp8_config(*((1, -1) if channels else (-1, -1)))
+    assert quantized.IpexFp8Kernel.can_implement(config) == (True, None)
+    assert not quantized.IpexFp8Kernel.can_implement(fp8_config(128, 128))[0]
+    kernel = quantized.IpexFp8Kernel(config, ["weight", "weight_scale", "", ""])
+    kernel.process_weights_after_loading(layer)
+    x, bias = torch.randn(3, K), torch.randn(N)
+    wanted = functional.linear(x, codes.float() * scale, bias)
+    torch.testing.assert_close(kernel.apply_weights(layer, x, bias), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_weights_by_blocks(modules):
+    quantized = ours("quantized")
+    codes = torch.randn(160, 200).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 2) + 0.1
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:160, :200]
+    layer = stand_in.layer_of(weight=codes, weight_scale_inv=scale)
+    assert quantized.IpexFp8BlockKernel.can_implement(fp8_config(128, 128)) == (True, None)
+    assert not quantized.IpexFp8BlockKernel.can_implement(fp8_config(64, 128))[0]
+    kernel = quantized.IpexFp8BlockKernel(fp8_config(128, 128))
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(3, 200)
+    wanted = functional.linear(x, codes.float() * wide)
+    torch.testing.assert_close(kernel.apply_weights(layer, x), wanted, rtol=1e-4, atol=1e-3)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "swigluoai"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_experts(modules, name, parallel):
+    count, hidden, inner, tokens, top = 4, 24, 20, 7, 2
+    activation = types.SimpleNamespace(value=name)
+    moe = types.SimpleNamespace(activation=activation)
+    base = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"].CPUUnquantizedExperts
+    kernel = experts.expert_class(base)
+    assert kernel._supports_grouped_gemm(moe) == (True, None)
+    made = kernel(moe, types.SimpleNamespace(gemm1_alpha=None, gemm1_clamp_limit=None))
+    w13, w2 = torch.randn(count, 2 * inner, hidden) / 5, torch.randn(count, hidden, inner) / 5
+    b13, b2 = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+    made.w1_bias, made.w2_bias = b13, b2
+    layer = stand_in.layer_of(w13_weight=w13.clone(), w2_weight=w2.clone())
+    made.process_weights_after_loading(layer)
+    assert layer.w13_weight.shape == (count, 2 * inner, 0)
+    x = torch.randn(tokens, hidden)
+    weights, ids = torch.randn(tokens, count).softmax(-1).topk(top)
+    # Of four experts, the second rank of two has the last two.
+    shift = torch.tensor([-1, -1, 0, 1]) if parallel else None
+    out = torch.zeros(tokens, hidden)
+    rest = (activation, count, shift, None, None, None, None, None, False)
+    made.apply(out, x, layer.w13_weight, layer.w2_weight, weights, ids.int(), *rest)
+    wanted = torch.zeros_like(out)
+    for token in range(tokens):
+        for weight, chosen in zip(weights[token], ids[token].tolist(), strict=True):
+            e = chosen if shift is None else int(shift[chosen])
+            if e < 0:
+                continue
+            both = w13[e] @ x[token] + b13[e]
+            if name == "swigluoai":
+                gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
+                inside = (up + 1) * gate * (gate * 1.702).sigmoid()
+            else:
+                gate, up = both.chunk(2)
+                inside = getattr(functional, name)(gate) * up
+            wanted[token] += weight * (w2[e] @ inside + b2[e])
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+# --- sums over ranks --------------------------------------------------------------------------------------------------
+
+
+def test_sums_go_through_ipex(modules, monkeypatch):
+    module = ours("worker")
+    calls = []
+    monkeypatch.setattr(module.distributed, "all_reduce", lambda x, group: calls.append((x, group)))
+    made = module.IpexCommunicator()
+    made.device_group = "group"
+    x = torch.ones(3)
+    assert made.all_reduce(x) is x and calls == [(x, "group")]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ipex in other libraries, through what those offer for that; nothing here is active unless it is asked for.
+"""ipex in other libraries, through what those offer for that; active when it is asked for, or when vLLM loads it.
 
 ==========================  ==========================================================================================
 `register_transformers`     ``attn_implementation="ipex"`` and folders of ``ipex.quantization.save`` in
                             ``from_pretrained``
 `IpexConfig`                the configuration of the latter, to quantize while loading
-``vllm``                    the plug-in of vLLM, active with ``VLLM_PLUGINS=ipex``
+``vllm``                    the plug-in of vLLM, which vLLM finds by itself
 ==========================  ==========================================================================================
 """
 

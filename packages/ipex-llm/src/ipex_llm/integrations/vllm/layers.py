@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in of vLLM: our ops in its registries of custom ops and of implementations, for its CPU backend.
+"""Norms and activations of vLLM's models: our ops in its two registries.
 
-vLLM calls `register` in each of its processes. It does something only if ``VLLM_PLUGINS`` names ``ipex``: that this
-package is installed is no wish to have other numerics in vLLM.
+The registry of classes takes subclasses of its layers, which run where vLLM switches its custom ops on. The registry of
+implementations (``vllm.ir``) takes functions, which its priorities choose.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import os
 from typing import Any
 
 import torch
 
-__all__ = ["OPS", "register"]
+__all__ = ["OPS", "PROVIDER", "register_custom_ops", "register_implementations"]
 
 Tensor = torch.Tensor
 _log = logging.getLogger("ipex")
@@ -28,43 +27,26 @@ OPS = {
     "QuickGELU": "vllm.model_executor.layers.activation",
 }
 
-
 #: Name of the ipex implementations in ``vllm.ir.ops``.
 PROVIDER = "ipex"
 
 
-def wanted() -> bool:
-    """Return whether the user asked for the plug-in: ``VLLM_PLUGINS`` lists ``ipex``."""
-    return "ipex" in [name.strip() for name in os.environ.get("VLLM_PLUGINS", "").split(",")]
-
-
-def register() -> tuple[str, ...]:
-    """Put our ops into vLLM's registry of ops from outside its tree; calling it again does nothing.
+def register_custom_ops() -> tuple[str, ...]:
+    """Put our ops into vLLM's registry of layers from outside its tree; calling it again does nothing.
 
     Returns:
-        The names of the ops that vLLM runs with ipex now. Ops that this version of vLLM does not have, or that another
-        plug-in has taken, are left alone, and the log says so.
+        The names of the layers that vLLM runs with ipex now. Layers that this version of vLLM does not have, or that
+        another plug-in has taken, are left alone, and the log says so.
     """
-    if not wanted():
-        return ()
-    import ipex_core  # noqa: F401  (registers the ops)
-
-    try:
-        platform = importlib.import_module("vllm.platforms").current_platform
-        registry = importlib.import_module("vllm.model_executor.custom_op")
-    except ImportError as error:
-        _log.warning("vLLM plug-in: nothing is registered: %s", error)
-        return ()
-    if not platform.is_cpu():
-        _log.info("vLLM plug-in: nothing is registered: the platform is not the CPU")
-        return ()
+    registry = importlib.import_module("vllm.model_executor.custom_op")
     base = registry.CustomOp
     # A table of the class in some versions, of the module in others.
     taken = getattr(registry, "op_registry_oot", None)
     taken = getattr(base, "op_registry_oot", taken)
     if not hasattr(base, "register_oot") or taken is None:
-        _log.warning("vLLM plug-in: nothing is registered: this vLLM has no register_oot")
-        return ()
+        raise AttributeError(
+            "vllm.model_executor.custom_op must have register_oot, got a CustomOp without it: use a supported vLLM"
+        )
     done = []
     for name, module in OPS.items():
         stock = getattr(importlib.import_module(module), name, None)
@@ -79,27 +61,34 @@ def register() -> tuple[str, ...]:
             # Not the name of the class, which it has now: `custom_ops` of vLLM's configuration names ops otherwise.
             replacement.name = getattr(stock, "name", name)
             done.append(name)
-    _implement()
     return tuple(done)
 
 
-def _implement() -> None:
-    """Offer norms as implementations of ``vllm.ir.ops``, which ``--ir-op-priority`` chooses from."""
+def register_implementations() -> tuple[str, ...]:
+    """Offer norms as implementations of ``vllm.ir.ops``, which ``--ir-op-priority`` chooses from.
+
+    Returns:
+        The names of the ops that have an implementation of ipex now.
+    """
     try:
         ops = importlib.import_module("vllm.ir").ops
     except (ImportError, AttributeError):  # of a version without
-        return
+        return ()
+    done = []
     for name, implementation, supports in (
         ("rms_norm", _ir_rms_norm, _takes_rms_norm),
         ("fused_add_rms_norm", _ir_fused_add_rms_norm, _takes_fused_add_rms_norm),
     ):
         op = getattr(ops, name, None)
-        if op is None or PROVIDER in op.impls:
+        if op is None:
             continue
         try:
-            op.register_impl(PROVIDER, supports_args=supports)(implementation)
+            if PROVIDER not in op.impls:
+                op.register_impl(PROVIDER, supports_args=supports)(implementation)
+            done.append(f"ir.{name}")
         except ValueError as error:  # of another signature in this version
             _log.info("vLLM plug-in: vllm.ir.ops.%s stays as it is: %s", name, error)
+    return tuple(done)
 
 
 def _ir_rms_norm(

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform: vLLM's own for CPUs, without its C++ extension and with the kernels of ipex in its place."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+
+from ipex_core.library.spec import FLOATS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["IpexPlatform"]
+
+_ATTENTION = "ipex_llm.integrations.vllm.attention"
+
+#: vLLM's own backend, whose one op of the extension is ours.
+_LATENT_ATTENTION = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend"
+
+#: The largest head of the attention ops.
+MAX_HEAD_SIZE = 1024
+
+#: ``--kv-cache-dtype`` of vLLM -> dtype of the cache; None for the dtype of the model.
+CACHE_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+class IpexPlatform(CpuPlatform):
+    """A CPU whose kernels are ipex's. What is not defined here is vLLM's."""
+
+    _overridden = False
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Define the ops that vLLM's Python calls; the extension of the wheel of PyPI is for GPUs and not loaded."""
+        from ipex_llm.integrations.vllm import extension_ops
+
+        extension_ops.define()
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """Return the path of the attention backend.
+
+        Raises:
+            ValueError: The head size, the dtype or the dtype of the cache is not one of the kernels.
+            NotImplementedError: Sparse attention.
+        """
+        config = attn_selector_config
+        if config.use_sparse:
+            raise NotImplementedError(
+                "vLLM plug-in: attention must be over all keys, got a model with sparse attention, which this plug-in"
+                " does not serve: use a model without it"
+            )
+        if config.use_mla:
+            if config.kv_cache_dtype not in (None, "auto"):
+                raise ValueError(
+                    "vLLM plug-in: --kv-cache-dtype must be auto for latent attention (MLA), got"
+                    f" {config.kv_cache_dtype}"
+                )
+            return _LATENT_ATTENTION
+        if not 0 < config.head_size <= MAX_HEAD_SIZE:
+            raise ValueError(
+                f"vLLM plug-in: head_size must be between 1 and {MAX_HEAD_SIZE}, got {config.head_size}"
+            )
+        if config.dtype not in FLOATS:
+            raise ValueError(
+                f"vLLM plug-in: dtype must be float32, bfloat16 or float16, got {config.dtype}"
+            )
+        check_cache_dtype(config.kv_cache_dtype, config.dtype)
+        return f"{_ATTENTION}.IpexAttentionBackend"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Do what vLLM's CPU platform does, with our worker in the place of its own."""
+        model = vllm_config.model_config
+        if model is not None and getattr(model, "use_mla", False):
+            # Not the backend for AMX, whose ops vLLM's wheel has not.
+            registry = importlib.import_module("vllm.v1.attention.backends.registry")
+            vllm_config.attention_config.backend = registry.AttentionBackendEnum.CPU_MLA
+        super().check_and_update_config(vllm_config)
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
+            parallel.worker_cls = "ipex_llm.integrations.vllm.worker.IpexWorker"
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Do it once in a process: for a second engine vLLM would search all modules again, and fail on some."""
+        if not cls._overridden:
+            _mend_slot_mapping()
+            super().register_triton_kernel_overrides()
+            IpexPlatform._overridden = True
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Return the path of the communicator."""
+        return "ipex_llm.integrations.vllm.worker.IpexCommunicator"
+
+
+def _mend_slot_mapping() -> None:
+    """Give vLLM 0.32 a function in the place of its Triton kernel of slots: its own has another order of arguments."""
+    own: Any = importlib.import_module("vllm.utils.cpu_triton_utils")
+    function = getattr(own, "_compute_slot_mapping_kernel_impl", None)
+    if function is None or list(inspect.signature(function).parameters)[6] == "slot_mapping":
+        return
+
+    def compute_slot_mapping(
+        num_tokens: int,
+        max_num_tokens: int,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        block_table_stride: int,
+        slot_mapping: torch.Tensor,
+        block_size: int,
+        *rest: Any,
+    ) -> None:
+        torch.ops._C.compute_slot_mapping_kernel_impl(
+            query_start_loc, positions, block_table, slot_mapping, block_size
+        )
+
+    own._compute_slot_mapping_kernel_impl = compute_slot_mapping
+
+
+def check_cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a cache of keys and values.
+
+    Args:
+        name: vLLM's name, or None for ``"auto"``.
+        dtype: The dtype of the model.
+
+    Raises:
+        ValueError: The attention ops have no such cache.
+    """
+    known = CACHE_DTYPES.get(name or "auto", "unknown")
+    if known is None or known == dtype:
+        return dtype
+    if isinstance(known, torch.dtype) and known.itemsize == 1:
+        return known
+    names = ", ".join(n for n, d in CACHE_DTYPES.items() if d is None or d.itemsize == 1)
+    raise ValueError(
+        f"vLLM plug-in: --kv-cache-dtype must be {names} or the dtype of the model ({dtype}), got {name}"
+    )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float experts of vLLM's mixtures of experts on ``ipex::fused_experts``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["register_experts"]
+
+Tensor = torch.Tensor
+
+_ORACLE = "vllm.model_executor.layers.fused_moe.oracle.unquantized"
+_CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+
+
+def register_experts() -> tuple[str, ...]:
+    """Put our experts before vLLM's in its choice for the CPU, which has no registry; calling it again does nothing.
+
+    Returns:
+        The name of the function that chooses.
+    """
+    oracle: Any = importlib.import_module(_ORACLE)
+    stock = oracle.backend_to_kernel_cls
+    cpu = oracle.UnquantizedMoeBackend.CPU
+    if not getattr(stock, "_ipex", False):
+        kernel = expert_class(importlib.import_module(_CPU_EXPERTS).CPUUnquantizedExperts)
+
+        @functools.wraps(stock)
+        def choose(backend: Any) -> list[Any]:
+            return [kernel] if backend == cpu else list(stock(backend))
+
+        choose._ipex = True  # type: ignore[attr-defined]
+        oracle.backend_to_kernel_cls = choose
+    return ("experts",)
+
+
+def expert_class(base: type) -> type:
+    """Return vLLM's class of experts on the CPU with the weights and the product of ipex."""
+    members: dict[str, Callable[..., Any]] = {
+        "_supports_grouped_gemm": classmethod(_supports),  # type: ignore[dict-item]
+        "process_weights_after_loading": _pack,
+        "apply": _apply,
+    }
+    return type("IpexExperts", (base,), members)
+
+
+def _supports(cls: type, moe_config: Any) -> tuple[bool, str | None]:
+    """Return that experts of any size fit."""
+    del cls, moe_config
+    return True, None
+
+
+def _interleaved(activation: Any) -> bool:
+    """Return whether rows of gates and of the up projection take turns in ``w13``, as in checkpoints of gpt-oss."""
+    return getattr(activation, "value", activation) == "swigluoai"
+
+
+def halves(rows: Tensor, interleaved: bool) -> Tensor:
+    """Return ``[E, 2 I, ...]`` with all gates before all up projections."""
+    if not interleaved:
+        return rows
+    return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+
+
+def _pack(self: Any, layer: Any) -> None:
+    """Pack the weights of all experts and free the plain ones; vLLM reads the shapes of what is left in their place."""
+    turns = _interleaved(self.moe_config.activation)
+    self.intermediate = layer.w2_weight.shape[2]
+    first = halves(layer.w13_weight.data, turns)
+    self.packed = (
+        torch.ops.ipex.pack_moe_weight(first, True),
+        torch.ops.ipex.pack_moe_weight(layer.w2_weight.data),
+    )
+    bias = self.w1_bias
+    self.bias = None if bias is None else halves(bias.data, turns).contiguous(), self.w2_bias
+    for name in ("w13_weight", "w2_weight"):
+        weight = getattr(layer, name)
+        empty = weight.new_empty(*weight.shape[:2], 0)
+        setattr(layer, name, torch.nn.Parameter(empty, requires_grad=False))
+
+
+def _apply(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    a1q_scale: Tensor | None,
+    a2_scale: Tensor | None,
+    workspace13: Tensor,
+    workspace2: Tensor,
+    expert_tokens_meta: Any,
+    apply_router_weight_on_input: bool,
+) -> None:
+    """Write the sum over the chosen experts of each token into ``output``."""
+    del w1, w2, global_num_experts, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta
+    if expert_map is not None:
+        # Experts of other ranks are -1, which the op skips.
+        topk_ids = expert_map[topk_ids.long()]
+    if apply_router_weight_on_input:
+        topk_weights = torch.ones_like(topk_weights)
+    options = {
+        name: value
+        for name, value in (
+            ("swiglu_alpha", getattr(self.quant_config, "gemm1_alpha", None)),
+            ("swiglu_limit", getattr(self.quant_config, "gemm1_clamp_limit", None)),
+        )
+        if isinstance(value, float)
+    }
+    result = torch.ops.ipex.fused_experts(
+        hidden_states,
+        *self.packed,
+        topk_weights,
+        topk_ids,
+        self.intermediate,
+        activation.value,
+        *self.bias,
+        **options,
+    )
+    output.copy_(result)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in each process of a server: the size of its cache, and sums over the ranks of one machine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from ipex_core import distributed
+from ipex_llm.kv_cache import available_memory, format_bytes
+
+__all__ = ["IpexCommunicator", "IpexWorker", "cache_bytes"]
+
+_log = logging.getLogger("ipex")
+
+#: Of the memory that is free once the model is loaded, the part for the cache, as in ipex's own engine.
+_SHARE = 0.5
+#: How many times the batch of longest sequences the cache holds: the rest serves prompts that begin alike.
+_TIMES = 2
+_LEAST = 64 << 20
+
+
+def cache_bytes(free: int, ranks: int, batch: int) -> int:
+    """Return the size of the cache of one rank.
+
+    Args:
+        free: Bytes that are free: the smaller of the machine's and the control group's.
+        ranks: Processes of this server on this machine, which share them.
+        batch: Bytes that the largest batch of the longest sequences needs; 0 if it is not known.
+    """
+    most = int(free * _SHARE / ranks)
+    return min(most, max(_TIMES * batch, _LEAST)) if batch else most
+
+
+class IpexWorker(CPUWorker):
+    """A worker that plans with the memory that is free, not with a share of the whole machine."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        cache = vllm_config.cache_config
+        default = type(cache).__dataclass_fields__["gpu_memory_utilization"].default
+        default = getattr(default, "default", default)  # a Field of pydantic in some versions
+        known = available_memory() is not None and cache.kv_cache_memory_bytes is None
+        self.planned_here = known and cache.gpu_memory_utilization == default
+        if self.planned_here:
+            # vLLM 0.32 stops at the start where its own default is not free.
+            cache.gpu_memory_utilization = 0.01
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes for the cache of keys and values, once the model is loaded.
+
+        What the user has set, ``kv_cache_memory_bytes`` or another ``gpu_memory_utilization`` than vLLM's default, is
+        left to vLLM.
+        """
+        free = available_memory()
+        if free is None or not self.planned_here:
+            return int(super().determine_available_memory())
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+            free = available_memory() or free
+        parallel = self.parallel_config
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        here = max(1, ranks // (getattr(parallel, "nnodes", 1) or 1))
+        longest = sum(
+            spec.max_memory_usage_bytes(self.vllm_config)
+            for spec in self.get_kv_cache_spec().values()
+        )
+        batch = longest * self.vllm_config.scheduler_config.max_num_seqs
+        size = cache_bytes(free, here, batch)
+        _log.info(
+            "vLLM plug-in: %s for keys and values, of %s that are free",
+            format_bytes(size),
+            format_bytes(free),
+        )
+        return size
+
+
+class IpexCommunicator(CpuCommunicator):
+    """vLLM's communicator of the CPU, with another sum; groups over several machines use their backend (gloo)."""
+
+    def all_reduce(self, input_: torch.Tensor) -> Any:
+        """Return the sum over the group, in place."""
+        distributed.all_reduce(input_, group=self.device_group)
+        return input_

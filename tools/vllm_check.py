@@ -1,0 +1,645 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run tiny models in vLLM with the plug-in and compare: ``python tools/vllm_check.py [PART ...] [--only NAME ...]``.
+
+=============  ========================================================================================
+``families``   greedy tokens in float32 beside those of transformers, for decoder families
+``options``    one family in other dtypes, with fp8 caches, short steps, prefix caching, compiled, drafts
+``quantized``  greedy tokens of quantized weights beside those of the float weights that they stand for
+``encoders``   embeddings of encoder models beside those of transformers
+``ranks``      two tensor-parallel ranks beside one
+``serve``      `vllm serve`: completion, chat, streaming, a JSON schema
+``refused``    what the plug-in does not have: one line that says so
+=============  ========================================================================================
+
+Without parts: all. It prints a line per case and ends with 1 if one differs. Nothing is downloaded: models are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+for package in ("ipex-llm", "ipex-quant"):
+    sys.path.insert(0, str(ROOT / "packages" / package / "tests"))
+
+#: Decoder families whose greedy tokens must be those of transformers.
+FAMILIES = (
+    *("llama", "llama_tied", "llama_bias", "llama3", "mistral", "qwen2", "qwen3", "gemma"),
+    *("gemma2", "gemma3", "phi", "phi3", "gptj", "gpt2", "opt", "falcon"),
+    *("falcon_alibi", "bloom", "gpt_bigcode", "stablelm", "glm4", "granite"),
+    *("olmo2", "cohere", "starcoder2", "nemotron"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
+    "deepseek_v2",
+)
+#: What vLLM wants of a family: latent rows of 576 numbers.
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+NEW_TOKENS = 24
+Tokens = list[list[int]]
+
+
+def prompts() -> Tokens:
+    """Return prompts of different lengths, one longer than a window and several blocks."""
+    from families import tokens
+
+    return [tokens(1, length, seed=length)[0].tolist() for length in (5, 40, 3, 130)]
+
+
+def start(folder: Path, **options: Any) -> Any:
+    """Return an engine of vLLM in this process."""
+    from vllm import LLM
+
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 192,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 1 << 25,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        **options,
+    }
+    return LLM(str(folder), **settings)
+
+
+def stop(engine: Any) -> None:
+    """End an engine and the state that it leaves in the process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    engine.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def generate(engine: Any, wanted: Tokens, **options: Any) -> Tokens:
+    """Return the greedy tokens of vLLM for prompts that run together."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    given = [TokensPrompt(prompt_token_ids=one) for one in wanted]
+    outputs = engine.generate(given, params, use_tqdm=False, **options)
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def reference(model: Any, wanted: Tokens) -> Tokens:
+    """Return the greedy tokens of transformers."""
+    import torch
+
+    found = []
+    for one in wanted:
+        ids = torch.tensor([one])
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        found.append(out[0, len(one) :].tolist())
+    return found
+
+
+def compare(got: Tokens, wanted: Tokens) -> str:
+    """Return an empty string for equal tokens, or how many are equal before the first that differs."""
+    if got == wanted:
+        return ""
+    equal = [
+        next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(b))
+        for a, b in zip(got, wanted, strict=True)
+    ]
+    return f"equal tokens before the first that differs: {equal} of {NEW_TOKENS}"
+
+
+def family(name: str, folder: Path) -> tuple[Any, Path]:
+    """Return a tiny float32 model, and the folder that it is saved in."""
+    from families import build
+    from family_configs import CONFIGS
+
+    CONFIGS[name][1].update(SIZES.get(name, {}))
+    model = build(name).float()
+    place = folder / name
+    if not place.exists():
+        model.save_pretrained(place)
+    return model, place
+
+
+Case = tuple[str, Callable[[], str]]
+
+
+def families(folder: Path) -> Iterator[Case]:
+    """Yield a case for each family."""
+    for name in FAMILIES:
+
+        def run(name: str = name) -> str:
+            model, place = family(name, folder)
+            return against(place, reference(model, prompts()))
+
+        yield name, run
+
+
+def against(place: Path, wanted: Tokens, **options: Any) -> str:
+    """Compare the greedy tokens of vLLM. What is wanted is known before: vLLM changes classes of transformers."""
+    engine = start(place, **options)
+    try:
+        return compare(generate(engine, prompts()), wanted)
+    finally:
+        stop(engine)
+
+
+#: Name -> options of the engine, whose greedy tokens must be those of transformers in float32.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chunked-prefill": {"max_num_batched_tokens": 16, "enable_chunked_prefill": True},
+    "no-prefix-caching": {"enable_prefix_caching": False},
+    "block-size-16": {"block_size": 16},
+    "compiled": {"enforce_eager": False},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    },
+    # Its own draft: all drafts are accepted.
+    "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+}
+#: Name -> options with other numbers: the text only has to be there.
+ROUNDED: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "cache-fp8": {"kv_cache_dtype": "fp8"},
+    "cache-fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "fp8-online": {"dtype": "bfloat16", "quantization": "fp8"},
+}
+
+
+def lora(folder: Path) -> str:
+    """Compare an adapter of all linear layers of the attention with the weights that it was merged into."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    model, place = family("llama", folder)
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    tensors, rank = {}, 4
+    generator = torch.Generator().manual_seed(5)
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+    for name, layer in model.named_modules():
+        if name.endswith(parts):
+            n, k = layer.weight.shape
+            down = torch.randn(rank, k, generator=generator) / k**0.5
+            up = torch.randn(n, rank, generator=generator) / 4
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up
+            layer.weight.data += 2 * up @ down
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    settings["target_modules"] = list(parts)
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    wanted = reference(model, prompts())
+    engine = start(place, enable_lora=True, max_lora_rank=8)
+    try:
+        got = generate(engine, prompts(), lora_request=LoRARequest("one", 1, str(adapter)))
+    finally:
+        stop(engine)
+    return compare(got, wanted)
+
+
+def behind(model: Any, got: Tokens) -> float:
+    """Return by how many nats a token of vLLM is behind the favorite of a float model, at most.
+
+    The model gets the prompts and the tokens of vLLM, so that one that differs has no further consequence.
+    """
+    import torch
+
+    worst = 0.0
+    for one, more in zip(prompts(), got, strict=True):
+        with torch.no_grad():
+            scores = model(torch.tensor([one + more])).logits[0, len(one) - 1 : -1]
+        scores = scores.log_softmax(-1)
+        taken = scores.gather(1, torch.tensor(more)[:, None])[:, 0]
+        worst = max(worst, float((scores.amax(-1) - taken).max()))
+    return worst
+
+
+def options(folder: Path) -> Iterator[Case]:
+    """Yield a case for each option of the engine, with a Llama."""
+    for name, chosen in OPTIONS.items():
+
+        def run(chosen: dict[str, Any] = chosen) -> str:
+            model, place = family("llama", folder)
+            speculative = dict(chosen.get("speculative_config", {}))
+            if speculative.get("method") == "draft_model":
+                chosen = {"speculative_config": {**speculative, "model": str(place)}}
+            return against(place, reference(model, prompts()), **chosen)
+
+        yield name, run
+    yield "lora", functools.partial(lora, folder)
+    for name, chosen in ROUNDED.items():
+
+        def near(chosen: dict[str, Any] = chosen) -> str:
+            model, place = family("llama", folder)
+            engine = start(place, **chosen)
+            try:
+                got = generate(engine, prompts())
+            finally:
+                stop(engine)
+            worst = behind(model, got)
+            return "" if worst < 0.5 else f"a token is {worst:.2f} nats behind the best"
+
+        yield name, near
+
+
+def quantized(folder: Path) -> Iterator[Case]:
+    """Yield a case for each format of quantized weights."""
+    import packers as pack
+    import quantized_llama as llama
+    from transformers import LlamaConfig
+
+    llama.CONFIG = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=96,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=None,
+        architectures=["LlamaForCausalLM"],
+        dtype="float16",
+    )
+    llama.SIZES = {
+        "self_attn.q_proj": (256, 128),
+        "self_attn.k_proj": (128, 128),
+        "self_attn.v_proj": (128, 128),
+        "self_attn.o_proj": (128, 256),
+        "mlp.gate_proj": (256, 128),
+        "mlp.up_proj": (256, 128),
+        "mlp.down_proj": (128, 256),
+    }
+
+    def int8(n: int, k: int, seed: int = 0) -> Any:
+        return pack.int8(n, k, "[N, 1]", seed)
+
+    eight = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+                "input_activations": {
+                    "num_bits": 8,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "token",
+                    "dynamic": True,
+                },
+            }
+        },
+    }
+    form = "pack-quantized"
+    cases: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        "gptq-4": (
+            pack.gptq,
+            {"symmetric": True, "group": 32},
+            {**llama.GPTQ, "sym": True, "group_size": 32},
+        ),
+        "awq": (pack.awq, {"group": 32}, {**llama.AWQ, "group_size": 32}),
+        "compressed-w4a16": (
+            pack.compressed,
+            {"group": 32},
+            pack.compressed_config(4, 32, True, form),
+        ),
+        "compressed-w4a16-asymmetric": (
+            pack.compressed,
+            {"group": 32, "symmetric": False},
+            pack.compressed_config(4, 32, False, form),
+        ),
+        "compressed-w8a16": (
+            pack.compressed,
+            {"group": 32, "bits": 8},
+            pack.compressed_config(8, 32, True, form),
+        ),
+        "compressed-w8a8": (int8, {}, eight),
+        "fp8-blocks": (
+            pack.fp8,
+            {},
+            {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "ignored_layers": ["lm_head"],
+            },
+        ),
+    }
+    for name, (packer, chosen, config) in cases.items():
+
+        def run(
+            name: str = name, packer: Any = packer, chosen: Any = chosen, config: Any = config
+        ) -> str:
+            state, model = llama.checkpoint(packer, **chosen)
+            floats = ("norm", "embed", "lm_head")
+            state = {
+                key: value.half() if any(part in key for part in floats) else value
+                for key, value in state.items()
+            }
+            place = llama.write(folder / name, state, config)
+            for key, value in model.named_parameters():
+                if any(part in key for part in floats):
+                    value.data = value.data.half().float()
+            wanted = reference(model.float(), prompts())
+            # vLLM has no GPTQ and no AWQ in float32.
+            exact = name.startswith("compressed-w4a16") or name == "compressed-w8a16"
+            engine = start(place, dtype="float32" if name.startswith("compressed") else "float16")
+            try:
+                got = generate(engine, prompts())
+            finally:
+                stop(engine)
+            if exact:
+                return compare(got, wanted)
+            worst = behind(model, got)
+            limit = 0.5 if name == "compressed-w8a8" else 0.1
+            return "" if worst < limit else f"a token is {worst:.2f} nats behind the best"
+
+        yield name, run
+
+
+def encoders(folder: Path) -> Iterator[Case]:
+    """Yield a case for each encoder."""
+    import transformers
+
+    size = {
+        "vocab_size": 258,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+    }
+    for name in ("Bert", "Roberta"):
+
+        def run(name: str = name) -> str:
+            import torch
+
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{name}Config")(**size)
+            model = getattr(transformers, f"{name}Model")(config).eval()
+            place = folder / name
+            model.save_pretrained(place)
+            tokenizer(place)
+            engine = start(place, runner="pooling", skip_tokenizer_init=False)
+            try:
+                given = [{"prompt_token_ids": one} for one in prompts()]
+                outputs = engine.embed(given, use_tqdm=False)
+            finally:
+                stop(engine)
+            worst = 0.0
+            for one, output in zip(prompts(), outputs, strict=True):
+                with torch.no_grad():
+                    wanted = model(torch.tensor([one])).last_hidden_state[0, 0]
+                wanted = wanted / wanted.norm()
+                got = torch.tensor(output.outputs.embedding)
+                worst = max(worst, float((got - wanted).abs().max()))
+            return "" if worst < 1e-4 else f"largest difference {worst:.2e}"
+
+        yield name.lower(), run
+
+
+def ranks(folder: Path) -> Iterator[Case]:
+    """Yield the case of two tensor-parallel ranks."""
+
+    def run() -> str:
+        model, place = family("llama", folder)
+        wanted = reference(model, prompts())
+        # In a process of its own: this one has an engine of one rank only.
+        script = (
+            "import json, sys; sys.path.insert(0, sys.argv[1]); import vllm_check as c\n"
+            "if __name__ == '__main__':\n"
+            "    e = c.start(sys.argv[2], tensor_parallel_size=2)\n"
+            "    print('TOKENS', json.dumps(c.generate(e, c.prompts())))\n"
+        )
+        place_of_script = folder / "two_ranks.py"
+        place_of_script.write_text(script)
+        free = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        result = subprocess.run(
+            [sys.executable, str(place_of_script), str(Path(__file__).parent), str(place)],
+            check=False,
+            env={**os.environ, **free},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        lines = [line for line in result.stdout.splitlines() if line.startswith("TOKENS ")]
+        if not lines:
+            return f"no result: {result.stderr[-1500:]}"
+        return compare(json.loads(lines[0].removeprefix("TOKENS ")), wanted)
+
+    yield "two ranks", run
+
+
+def tokenizer(place: Path) -> None:
+    """Save a tokenizer of bytes and a chat template for a model with 300 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    table = {"<s>": 0, "</s>": 1, **{c: i + 2 for i, c in enumerate(alphabet)}}
+    made = Tokenizer(models.BPE(vocab=table, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    fast.save_pretrained(place)
+
+
+def ask(url: str, body: dict[str, Any] | None = None) -> str:
+    """Return the text of an answer of the server."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310
+        return str(answer.read().decode())
+
+
+def serve(folder: Path) -> Iterator[Case]:
+    """Yield the case of the server, with a Llama and a tokenizer of bytes."""
+
+    def run() -> str:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        place = folder / "served"
+        torch.manual_seed(0)
+        size: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+        }
+        heads: dict[str, Any] = {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 258,
+        }
+        ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 512}
+        LlamaForCausalLM(LlamaConfig(**size, **heads, **ids)).save_pretrained(place)
+        tokenizer(place)
+        port = 8000 + os.getpid() % 1000
+        command = [
+            str(Path(sys.executable).parent / "vllm"),
+            "serve",
+            str(place),
+            "--port",
+            str(port),
+        ]
+        command += ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
+        command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--max-num-seqs", "4"]
+        log = folder / "serve.log"
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        with log.open("w") as out:
+            server = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+        try:
+            return talk(server, f"http://127.0.0.1:{port}", log)
+        finally:
+            server.terminate()
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+    yield "server", run
+
+
+def talk(server: subprocess.Popen[bytes], url: str, log: Path) -> str:
+    """Wait for a server and ask it in four ways; return what was wrong."""
+    begin = time.monotonic()
+    while True:
+        if server.poll() is not None or time.monotonic() > begin + 600:
+            return f"the server did not start: {log.read_text()[-1500:]}"
+        try:
+            ask(f"{url}/health")
+            break
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(1)
+    print(f"     the server took {time.monotonic() - begin:.0f} s to start")
+    base = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    text = json.loads(ask(f"{url}/v1/completions", {**base, "prompt": "hello"}))
+    if text["usage"]["completion_tokens"] != 8:
+        return f"completion: {text}"
+    chat = {**base, "messages": [{"role": "user", "content": "hello"}]}
+    answer = json.loads(ask(f"{url}/v1/chat/completions", chat))
+    whole = answer["choices"][0]["message"]["content"]
+    lines = ask(f"{url}/v1/chat/completions", {**chat, "stream": True}).splitlines()
+    events = [json.loads(x[6:]) for x in lines if x.startswith("data: {")]
+    pieces = [e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"]]
+    if "".join(pieces) != whole:
+        return f"streamed {pieces}, whole {whole!r}"
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    strict = {**chat, "max_tokens": 64, "response_format": shape}
+    content = json.loads(ask(f"{url}/v1/chat/completions", strict))["choices"][0]["message"]
+    try:
+        json.loads(content["content"])
+    except ValueError:
+        # White space between tokens of the schema is free, and a random model may not leave it.
+        if content["content"].strip()[:1] not in ("", "{"):
+            return f"not of the schema: {content}"
+    return ""
+
+
+#: Name -> family, options of the engine, and what the error says.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "cache dtype": (
+        "llama",
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "--kv-cache-dtype must be",
+    ),
+}
+
+
+def refused(folder: Path) -> Iterator[Case]:
+    """Yield a case for each request that is refused when the model is loaded."""
+    for name, (kind, chosen, text) in REFUSED.items():
+
+        def run(kind: str = kind, chosen: Any = chosen, text: str = text) -> str:
+            _, place = family(kind, folder)
+            try:
+                engine = start(place, **chosen)
+            except (NotImplementedError, ValueError) as error:
+                return "" if text in str(error) else f"another error: {error}"
+            stop(engine)
+            return "it was not refused"
+
+        yield name, run
+
+
+PARTS: dict[str, Callable[[Path], Iterator[Case]]] = {
+    "families": families,
+    "options": options,
+    "quantized": quantized,
+    "encoders": encoders,
+    "ranks": ranks,
+    "serve": serve,
+    "refused": refused,
+}
+
+
+def main() -> int:
+    """Run the chosen parts and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="cases of these names only")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"PART must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    folder = Path(tempfile.mkdtemp())
+    failed = count = 0
+    try:
+        for part in arguments.parts or PARTS:
+            for name, run in PARTS[part](folder):
+                if arguments.only and name not in arguments.only:
+                    continue
+                begin = time.monotonic()
+                try:
+                    problem = run()
+                except Exception as error:
+                    traceback.print_exc()
+                    problem = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+                count += 1
+                failed += bool(problem)
+                took = time.monotonic() - begin
+                print(f"{part}: {name}: {problem or 'ok'} ({took:.0f} s)", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{count - failed} of {count} cases passed")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
