@@ -130,6 +130,29 @@ def test_batch_norms_without_a_convolution_before_are_ops() -> None:
     check(model, torch.randn(2, 4, 5, 6))
 
 
+def test_models_in_float64_keep_their_precision() -> None:
+    model = spread(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8))
+    )
+    model = nn.Sequential(*model, nn.Flatten(), nn.Linear(8 * 12, 4), nn.GELU()).double().eval()
+    x = torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(precompile(model, x)(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_batch_norms_with_weights_of_the_call() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.randn(4))
+            self.register_buffer("var", torch.rand(4) + 0.5)
+
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return functional.batch_norm(x, self.mean, self.var, weight)
+
+    check(Given(), torch.randn(2, 4, 3), torch.randn(4))
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -266,6 +289,22 @@ def test_chains_of_element_wise_ops_are_one_instruction() -> None:
     # What depends on y alone is computed in its size, not in that of the result.
     assert ops_of(fast) == [*["pointwise"] * 3, "contiguous"]
     assert not fast.calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conversions_and_comparisons_in_a_chain_round_as_torch_does(dtype: torch.dtype) -> None:
+    class Chain(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            kept = (y * 0.5).bool().float() * 3
+            rounded = (x * 1.2345).to(dtype).float() - x * 1.2345
+            return kept, rounded, (x.to(dtype) > 0.1), x.to(dtype) == 0.3, y.bool().to(dtype) + 1
+
+    x = torch.tensor([0.1, 0.3, 0.5, -2.0, 0.0999, 3.0]).repeat(4)
+    fast = precompile(Chain().eval(), (x, torch.arange(24.0) % 3))
+    for got, want in zip(
+        fast(x, torch.arange(24.0) % 3), Chain()(x, torch.arange(24.0) % 3), strict=True
+    ):
+        assert torch.equal(got, want)
 
 
 def test_integers_and_ops_without_an_instruction() -> None:

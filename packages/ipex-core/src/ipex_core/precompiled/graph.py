@@ -19,6 +19,7 @@ from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import PURE, VIEWING, Context, is_call, val
 from ipex_core.fusion.aten.conv import pack_convolutions
 from ipex_core.fusion.aten.passes import run_passes
+from ipex_core.library.spec import FLOATS
 from ipex_core.recording import record
 from ipex_core.util.symbolic import hints
 
@@ -317,15 +318,23 @@ def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
         kept = [user for user in node.users if user.users]
         whole = all(user.target is operator.getitem and user.args[1] == 0 for user in kept)
         tensors = [_constant(module, one) for one in (weight, bias, mean, var)]
-        if not whole or tensors[2] is None or tensors[3] is None or not isinstance(x, fx.Node):
+        known = all(
+            (tensor is None) == (one is None)
+            for one, tensor in zip((weight, bias, mean, var), tensors, strict=True)
+        )
+        value = val(x)
+        if not whole or not known or tensors[2] is None or value is None:
             continue
-        channels = tensors[2].shape[0]
+        # float64 keeps its precision.
+        wide = torch.promote_types(value.dtype, torch.float32)
         gamma, beta, center, spread = (
-            t.float() if t is not None else torch.full((channels,), fill)
+            t.to(wide) if t is not None else torch.full(tensors[2].shape, fill, dtype=wide)
             for t, fill in zip(tensors, (1.0, 0.0, 0.0, 1.0), strict=True)
         )
         factor = gamma * torch.rsqrt(spread + float(eps))
         new = _into_convolution(module, x, factor, beta - center * factor)
+        if new is None and value.dtype not in FLOATS:
+            continue
         if new is None:
             values = (gamma, beta, center, spread)
             with graph.inserting_before(node):
@@ -361,8 +370,9 @@ def _into_convolution(
         by = per_group.reshape(plain.shape[0], -1, *[1] * (plain.dim() - 2))
     else:
         by = factor.view(-1, *[1] * (plain.dim() - 1))
-    folded = (plain.float() * by).to(plain.dtype)
-    moved = (shift if offset is None else offset.float() * factor + shift).to(plain.dtype)
+    folded = (plain.to(factor.dtype) * by).to(plain.dtype)
+    offset = None if offset is None else offset.to(factor.dtype)
+    moved = (shift if offset is None else offset * factor + shift).to(plain.dtype)
     ctx = Context(module.graph, set(), GraphReport("", True))
     with module.graph.inserting_before(node):
         held = [add_constant(module, module.graph, one) for one in (folded, moved)]

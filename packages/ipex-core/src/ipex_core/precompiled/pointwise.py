@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._mode_utils import no_dispatch
 
 from ipex_core.fusion.aten import number, val
 from ipex_core.library.spec import FLOATS
@@ -117,10 +118,6 @@ def _gelu(w: _Writer, values: list[Any], kwargs: Mapping[str, Any]) -> Any:
     return w.step("gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu", values[0])
 
 
-def _cast(w: _Writer, values: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    return values[0]
-
-
 def _table() -> dict[Any, _Rule]:
     table: dict[Any, _Rule] = {
         aten.add.Tensor: _with_alpha("add"),
@@ -138,7 +135,6 @@ def _table() -> dict[Any, _Rule]:
         aten.clamp_max.default: lambda w, v, k: w.step("minimum", v[0], v[1]),
         aten.pow.Tensor_Scalar: _power,
         aten.gelu.default: _gelu,
-        prims.convert_element_type.default: _cast,
         aten.logical_and.default: _plain("logical_and"),
         aten.logical_or.default: _plain("logical_or"),
         aten.logical_not.default: _plain("logical_not"),
@@ -160,6 +156,12 @@ def _table() -> dict[Any, _Rule]:
 
 
 _RULES = _table()
+_CAST = prims.convert_element_type.default
+_COMPARISONS = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    for overload in ("Scalar", "Tensor")
+)
 #: Ops that are the same as the ones in the table only for bool.
 _ON_BOOL = (aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default)
 
@@ -187,7 +189,7 @@ class Chain:
 
 def _is_fit(node: fx.Node) -> bool:
     """Return whether a node is an element-wise op on dtypes that the instruction has."""
-    if node.op != "call_function" or node.target not in _RULES:
+    if node.op != "call_function" or (node.target not in _RULES and node.target is not _CAST):
         return False
     value = val(node)
     if value is None or value.dtype not in _DTYPES or value.device.type != "cpu":
@@ -261,7 +263,10 @@ def _write(root: fx.Node, members: set[fx.Node]) -> Chain:
         return None
 
     for node in ordered:
-        operands = [value(one) for one in node.args if not isinstance(one, torch.dtype)]
+        if node.target is _CAST:
+            values[node] = _cast(writer, node, value(node.args[0]), node is root)
+            continue
+        operands = [value(one) for one in _rounded(node)]
         values[node] = _RULES[node.target](writer, operands, node.kwargs)
     result = val(root)
     assert isinstance(result, Tensor)
@@ -276,3 +281,32 @@ def _write(root: fx.Node, members: set[fx.Node]) -> Chain:
         tuple(writer.code()),
         result.dtype,
     )
+
+
+def _cast(writer: _Writer, node: fx.Node, given: Any, last: bool) -> Any:
+    """Return the value of a conversion; the result of a chain is rounded when it is stored."""
+    source, result = val(node.args[0]), val(node)
+    assert source is not None and result is not None
+    if result.dtype == torch.bool:
+        return (
+            given if source.dtype == torch.bool else writer.step("ne", given, writer.constant(0.0))
+        )
+    if last or result.dtype in (source.dtype, torch.float32):
+        return given
+    name = "round_bfloat16" if result.dtype == torch.bfloat16 else "round_float16"
+    return writer.step(name, given)
+
+
+def _rounded(node: fx.Node) -> list[Any]:
+    """Return the operands; a number is compared with a tensor of 16 bit in the dtype of the tensor."""
+    found = val(node.args[0])
+    if node.target not in _COMPARISONS or found is None or found.dtype.itemsize != 2:
+        return list(node.args)
+    operands = []
+    for one in node.args:
+        known = number(one)
+        if known is not None and (not isinstance(one, fx.Node) or val(one).dim() == 0):  # type: ignore[union-attr]
+            with no_dispatch():
+                one = float(torch.tensor(known, dtype=torch.float64).to(found.dtype))
+        operands.append(one)
+    return operands
