@@ -529,15 +529,15 @@ def _select(low: _Lowering, node: fx.Node) -> Any:
     return low.builder.call("select", low.register(a["self"]), a["dim"], low.integer(a["index"]))
 
 
-@_rule(aten.split_with_sizes.default)
+@_rule(aten.split_with_sizes.default, aten.split.Tensor)
 def _split(low: _Lowering, node: fx.Node) -> Any:
     a = _arguments(node)
-    x, parts, start = low.register(a["self"]), [], 0
-    for size in a["split_sizes"]:
-        if not isinstance(size, int):
+    x, dim, parts, start = low.register(a["self"]), a["dim"], [], 0
+    for part in node.meta["val"]:
+        if not isinstance(part.shape[dim], int):
             raise _Unfit
-        parts.append(low.builder.call("slice", x, a["dim"], start, start + size, 1))
-        start += size
+        parts.append(low.builder.call("slice", x, dim, start, start + part.shape[dim], 1))
+        start += part.shape[dim]
     return tuple(parts)
 
 
@@ -737,6 +737,7 @@ _VIEWS = frozenset(
         aten.slice.Tensor,
         aten.select.int,
         aten.split_with_sizes.default,
+        aten.split.Tensor,
         aten.clone.default,
         prims.convert_element_type.default,
         operator.getitem,

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs around the patterns of the passes give the results of eager execution as programs, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compile_draw import Draw, Run
+from compile_programs import FAMILIES
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ipex_core.fusion import GraphReport
+from ipex_core.precompiled.graph import add_constant, decompositions, forms_of, fuse
+from ipex_core.precompiled.lower import Plan, lower
+from ipex_core.precompiled.run import first_values, run_plan
+
+
+def check(family: str, seed: int) -> Plan | None:
+    """Run one program eagerly and as a plan, and compare the results."""
+    draw = Draw(seed)
+    program = FAMILIES[family](draw)
+
+    def function(*inputs: Tensor) -> Any:
+        run = Run(draw.events, inputs)
+        result = program(run)
+        return (*(result if isinstance(result, tuple) else (result,)), *run.extra)
+
+    eager, ours, traced = ([make() for make in draw.inputs] for _ in range(3))
+    with torch.no_grad():
+        try:
+            expected = function(*eager)
+        except (RuntimeError, IndexError):
+            return None  # the operands do not fit each other
+        functional = torch.func.functionalize(function, remove="mutations")
+        gm = make_fx(functional, decompositions(), tracing_mode="fake")(*traced)
+        forms = forms_of(gm.graph)
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            if place in draw.constants:
+                with gm.graph.inserting_before(node):
+                    held = add_constant(gm, gm.graph, ours[place])
+                held.meta.update(node.meta)
+                node.replace_all_uses_with(held)
+                gm.graph.erase_node(node)
+        given = [x for place, x in enumerate(ours) if place not in draw.constants]
+        fuse(gm, GraphReport(f"{family} {seed}", inference=True, frozen=True), always=True)
+        plan = lower(gm, forms)
+        for _ in range(2):  # what a run leaves behind must not change the next
+            got = run_plan(plan, first_values(plan), given, ())
+    for g, e in zip((*got, *ours), (*expected, *eager), strict=True):
+        assert g.dtype == e.dtype
+        assert g.shape == e.shape
+        limit = 1e-3 if draw.dtype == torch.float32 == e.dtype else 8e-2
+        scale = e[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
+        torch.testing.assert_close(
+            g,
+            e,
+            rtol=limit,
+            atol=limit * max(scale, 1.0),
+            equal_nan=True,
+            msg=lambda m: f"{m}\n{family} {seed}",
+        )
+    return plan
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_programs(family: str) -> None:
+    plans = [plan for plan in (check(family, seed) for seed in range(25)) if plan is not None]
+    assert len(plans) > 15
+    # Programs in float64 go through torch.
+    assert sum(plan.instructions > sum(plan.calls.values()) for plan in plans) > len(plans) / 2
