@@ -317,6 +317,16 @@ def test_integers_and_ops_without_an_instruction() -> None:
     check(Mixed(), torch.randn(3, 6), torch.randint(0, 4, (3, 5)))
 
 
+def test_lookups_of_all_elements_are_views() -> None:
+    class Lookups(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            rows, columns = torch.arange(3)[:, None, None], torch.arange(4)
+            return x[rows, columns] + 1, x[columns[:3], rows] + 1, x[rows.flip(0), columns] + 1
+
+    fast = check(Lookups(), torch.randn(3, 4))
+    assert fast.calls == {"aten::index.Tensor": 2}
+
+
 def test_views_reductions_and_products() -> None:
     class Views(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -128,6 +128,7 @@ def fuse(
     fold_constants(module, leave=PURE)  # the passes know weights through these
     run_passes(module.graph, report, (), disabled, always)
     fold_constants(module)
+    _view_whole_lookups(module, report)
     pack_convolutions(module.graph, report, disabled, always)
     _share(module.graph)
     fold_constants(module)
@@ -404,6 +405,32 @@ def _widen_convolutions(graph: fx.Graph, report: GraphReport) -> None:
         line = ctx.call(node, aten.squeeze.dim, (wide, 2))
         node.replace_all_uses_with(line)
         graph.erase_node(node)
+
+
+def _view_whole_lookups(module: fx.GraphModule, report: GraphReport) -> None:
+    """Write ``x[rows, columns]`` as a view where the indices count through all of ``x``, as masks of models do."""
+    ctx = Context(module.graph, set(), report, always=True)
+    for node in ctx.nodes(aten.index.Tensor):
+        x: Any = node.args[0]
+        indices: Any = node.args[1]
+        shape, value = val(x), val(node)
+        tensors = [_constant(module, one) for one in indices]
+        if shape is None or value is None or len(tensors) != shape.dim():
+            continue
+        dims = []
+        for size, index in zip(shape.shape, tensors, strict=True):
+            if not isinstance(size, int) or index is None or index.numel() != size:
+                break
+            if not torch.equal(index.flatten(), torch.arange(size, dtype=index.dtype)):
+                break
+            # Counted from the end, where the indices broadcast.
+            wide = [d - index.dim() for d, n in enumerate(index.shape) if n != 1]
+            dims.append(wide[0] if wide else None)
+        placed = [d for d in dims if d is not None]
+        if len(dims) == shape.dim() and placed == sorted(set(placed)):
+            view = ctx.call(node, aten.reshape.default, (x, list(value.shape)))
+            node.replace_all_uses_with(view)
+            module.graph.erase_node(node)
 
 
 def is_random(node: fx.Node) -> bool:
