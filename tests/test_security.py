@@ -23,7 +23,10 @@ FORBIDDEN = {
     *("urllib.request", "urllib3", "http.client", "ftplib", "aiohttp", "huggingface_hub"),
 }
 #: What talks to a server that it has started itself, or asks whether an index is there.
-MAY_ASK = {"tools/try_images.py": {"urllib.request"}}
+MAY_ASK = {
+    "tools/try_images.py": {"urllib.request"},
+    "tools/vllm_check.py": {"urllib.request"},
+}
 #: False, or the value of an argument or flag that is False unless the user says otherwise.
 TRUST = ("False", "trust_remote_code", "trusted")
 #: What runs the code of a folder when it is allowed to.

@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-from fastapi import Request
+from typing import TYPE_CHECKING, Any
 
 from ipex_llm.entrypoints.openai.protocol import ApiError, field_of
 from ipex_llm.entrypoints.openai.worker import (
@@ -19,6 +17,9 @@ from ipex_llm.entrypoints.openai.worker import (
     Ticket,
     Worker,
 )
+
+if TYPE_CHECKING:
+    from fastapi import Request
 
 #: Fields of chats for words of the engine.
 _CHAT = {"prompt": "messages"}

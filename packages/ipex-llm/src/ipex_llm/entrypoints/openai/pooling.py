@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field, field_validator, model_validator
 
+from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import PoolingParams, StepOutput
 from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.engine.limits import check_prompt
@@ -35,6 +33,13 @@ from ipex_llm.entrypoints.openai.protocol import (
 from ipex_llm.entrypoints.openai.texts import Prompts, usage
 from ipex_llm.entrypoints.openai.worker import Accepted, Failed, Prompt, Worker
 from ipex_llm.model_loader.pooling import PoolingConfig
+
+try:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse, Response
+    from pydantic import BaseModel, Field, field_validator, model_validator
+except ImportError as _error:
+    raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
 #: Most texts of a request.
 MAX_INPUTS = 2048

@@ -10,8 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
-
+from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import StepOutput
 from ipex_llm.entrypoints.openai.job import failure
 from ipex_llm.entrypoints.openai.protocol import (
@@ -28,6 +27,11 @@ from ipex_llm.entrypoints.openai.protocol import (
     short,
 )
 from ipex_llm.entrypoints.openai.worker import Failed
+
+try:
+    from pydantic import BaseModel, Field, field_validator
+except ImportError as _error:
+    raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
 
 class Format(BaseModel):
