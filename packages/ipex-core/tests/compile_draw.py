@@ -8,7 +8,7 @@ intermediate result goes through `Run.step`, where it may get another user, a co
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,3 +120,19 @@ class Run:
             self.extra.append(x)
             x.mul_(0.5)
         return x
+
+
+def assert_same(draw: Draw, got: Sequence[Tensor], expected: Sequence[Tensor], text: Any) -> None:
+    """Compare what a program gave with what eager execution did, as closely as its dtypes allow."""
+    for g, e in zip(got, expected, strict=True):
+        assert g.dtype == e.dtype and g.shape == e.shape, (text, g.dtype, e.dtype, g.shape, e.shape)
+        limit = 1e-3 if draw.dtype == torch.float32 == e.dtype else 8e-2
+        scale = e[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
+        torch.testing.assert_close(
+            g,
+            e,
+            rtol=limit,
+            atol=limit * max(scale, 1.0),
+            equal_nan=True,
+            msg=lambda m: f"{m}\n{text}",
+        )

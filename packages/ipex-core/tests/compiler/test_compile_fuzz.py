@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compile_draw import Draw, Run
+from compile_draw import Draw, Run, assert_same
 from compile_programs import FAMILIES
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
@@ -55,24 +55,7 @@ def check(family: str, seed: int) -> GraphReport:
         gm.recompile()
         got = gm(*ours)
     assert len(got) == len(expected)
-    for g, e in zip((*got, *ours), (*expected, *eager), strict=True):
-        assert g.dtype == e.dtype and g.shape == e.shape, (
-            report,
-            g.dtype,
-            e.dtype,
-            g.shape,
-            e.shape,
-        )
-        limit = 1e-3 if draw.dtype == torch.float32 == e.dtype else 8e-2
-        scale = e[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
-        torch.testing.assert_close(
-            g,
-            e,
-            rtol=limit,
-            atol=limit * max(scale, 1.0),
-            equal_nan=True,
-            msg=lambda m: f"{m}\n{report}",
-        )
+    assert_same(draw, (*got, *ours), (*expected, *eager), report)
     return report
 
 

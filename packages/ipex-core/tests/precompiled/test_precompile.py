@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ipex_core import explain, precompile
 from ipex_core.errors import ExportError, StaleWeightsError
+from ipex_core.precompiled.expressions import MOST_SIZES
 from ipex_core.precompiled.lower import Run
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -454,17 +455,15 @@ def test_sizes_that_vary() -> None:
 
 
 def test_numbers_of_sizes_are_kept_for_a_bounded_number_of_kinds() -> None:
-    from ipex_core.precompiled import call
-
     class Rows(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([x, x]).view(-1, 2, x.shape[1]) * x.shape[0]
 
     fast = precompile(Rows().eval(), torch.ones(3, 4), ({0: Dim("rows", max=1000)},))
-    for rows in range(2, 2 + 2 * call._MOST_SIZES):
+    for rows in range(2, 2 + 2 * MOST_SIZES):
         assert fast(torch.ones(rows, 4)).shape == (rows, 2, 4)
         assert (fast(torch.ones(rows, 4)) == rows).all()
-    assert len(fast._numbers._known) <= call._MOST_SIZES
+    assert len(fast._numbers._known) <= MOST_SIZES
 
 
 # --- inputs that are refused ------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from compile_draw import Draw, Run
+from compile_draw import Draw, Run, assert_same
 from compile_programs import FAMILIES
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ipex_core.fusion import GraphReport
-from ipex_core.precompiled.graph import add_constant, decompositions, forms_of, fuse
+from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
 from ipex_core.precompiled.lower import Plan, lower
 from ipex_core.precompiled.run import first_values, run_plan
 
@@ -39,29 +39,13 @@ def check(family: str, seed: int) -> Plan | None:
         forms = forms_of(gm.graph)
         for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             if place in draw.constants:
-                with gm.graph.inserting_before(node):
-                    held = add_constant(gm, gm.graph, ours[place])
-                held.meta.update(node.meta)
-                node.replace_all_uses_with(held)
-                gm.graph.erase_node(node)
+                hold(gm, node, ours[place])
         given = [x for place, x in enumerate(ours) if place not in draw.constants]
         fuse(gm, GraphReport(f"{family} {seed}", inference=True, frozen=True), always=True)
         plan = lower(gm, forms)
         for _ in range(2):  # what a run leaves behind must not change the next
             got = run_plan(plan, first_values(plan), given, ())
-    for g, e in zip((*got, *ours), (*expected, *eager), strict=True):
-        assert g.dtype == e.dtype
-        assert g.shape == e.shape
-        limit = 1e-3 if draw.dtype == torch.float32 == e.dtype else 8e-2
-        scale = e[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
-        torch.testing.assert_close(
-            g,
-            e,
-            rtol=limit,
-            atol=limit * max(scale, 1.0),
-            equal_nan=True,
-            msg=lambda m: f"{m}\n{family} {seed}",
-        )
+    assert_same(draw, (*got, *ours), (*expected, *eager), f"{family} {seed}")
     return plan
 
 

@@ -13,15 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import val
 from ipex_core.fusion.aten.passes import split_parameters
-from ipex_core.precompiled.expressions import evaluate
-from ipex_core.precompiled.graph import add_constant, decompositions, forms_of, fuse
+from ipex_core.precompiled.expressions import Kept, evaluate
+from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
 from ipex_core.precompiled.lower import Plan, lower
 from ipex_core.precompiled.run import first_values, run_plan
 
 __all__ = ["TooManyCallsError", "compile_program"]
-
-#: How many kinds of sizes keep the numbers that follow from them.
-_MOST_SIZES = 64
 
 
 #: A graph with more calls of torch among so many instructions runs faster as Inductor's code.
@@ -107,11 +104,7 @@ def _lowered(
     tensors, symbols = [], []
     for position, node in enumerate(placeholders):
         if position in constants:
-            with graph.graph.inserting_before(node):
-                held = add_constant(graph, graph.graph, constants[position].detach())
-            held.meta.update(node.meta)
-            node.replace_all_uses_with(held)
-            graph.graph.erase_node(node)
+            hold(graph, node, constants[position])
         elif val(node) is not None:
             tensors.append(position)
         elif isinstance(node.meta.get("val"), torch.SymInt):
@@ -126,7 +119,7 @@ def _lowered(
     fuse(graph, report, disabled, always=True)
     plan = lower(graph, forms)
     first = first_values(plan)
-    known: dict[Any, tuple[int, ...]] = {}
+    known = Kept()
 
     def numbers(args: list[Any], given: list[Tensor]) -> tuple[int, ...]:
         bound = {name: int(args[position]) for position, name in symbols}
@@ -134,9 +127,7 @@ def _lowered(
         key = tuple(bound.values())
         found = known.get(key)
         if found is None:
-            if len(known) >= _MOST_SIZES:
-                known.pop(next(iter(known)), None)
-            found = known[key] = tuple(int(evaluate(text, bound)) for text in plan.sizes)
+            found = known.keep(key, tuple(int(evaluate(text, bound)) for text in plan.sizes))
         return found
 
     def run(args: list[Any]) -> list[Any]:

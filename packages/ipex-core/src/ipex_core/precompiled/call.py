@@ -16,14 +16,11 @@ from torch.utils import _pytree as pytree
 from ipex_core.errors import StaleWeightsError
 from ipex_core.fusion import GraphReport
 from ipex_core.library.spec import dtype_name
-from ipex_core.precompiled.expressions import evaluate
+from ipex_core.precompiled.expressions import Kept, evaluate
 from ipex_core.precompiled.lower import Run
 from ipex_core.precompiled.run import Parts, first_values, run_plan
 
 __all__ = ["Precompiled"]
-
-#: How many kinds of sizes keep the numbers that follow from them.
-_MOST_SIZES = 64
 
 
 class Precompiled:
@@ -216,7 +213,7 @@ class _Sizes:
         self._conditions = parts.conditions
         self._expressions = parts.plan.sizes
         self._where = where
-        self._known: dict[Any, tuple[int, ...]] = {}
+        self._known = Kept()
 
     def of(self, tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[int, ...]:
         """Return the value of each expression for these tensors.
@@ -227,10 +224,7 @@ class _Sizes:
         key = tuple(tensor.shape for tensor in tensors)
         found = self._known.get(key)
         if found is None:
-            found = self._computed(tensors, places)
-            if len(self._known) >= _MOST_SIZES:
-                self._known.pop(next(iter(self._known)), None)
-            self._known[key] = found
+            found = self._known.keep(key, self._computed(tensors, places))
         return found
 
     def _computed(self, tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[int, ...]:
@@ -311,19 +305,17 @@ class _Weights:
         )
 
     def _changed(self, now: list[Any]) -> str:
-        for path, found, tensor in zip(self._names, now, self._tensors, strict=True):
-            if found is not tensor:
-                return path
-        versions, pointers = self._state
-        for tensors, old, new in (
-            (self._counted, versions, [t._version for t in self._counted]),
-            (self._located, pointers, [t.data_ptr() for t in self._located]),
-        ):
-            for tensor, before, after in zip(tensors, old, new, strict=True):
-                if before != after:
-                    return next(
-                        path
-                        for path, one in zip(self._names, self._tensors, strict=True)
-                        if one is tensor
-                    )
-        return "weight"
+        """Return the path of the first tensor that is not as it was."""
+        changed = {
+            id(tensor)
+            for tensors, old, new in zip(
+                (self._counted, self._located), self._state, self._versions(), strict=True
+            )
+            for tensor, before, after in zip(tensors, old, new, strict=True)
+            if before != after
+        }
+        return next(
+            path
+            for path, found, tensor in zip(self._names, now, self._tensors, strict=True)
+            if found is not tensor or id(tensor) in changed
+        )

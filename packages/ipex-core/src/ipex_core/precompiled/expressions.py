@@ -12,7 +12,10 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["evaluate"]
+__all__ = ["MOST_SIZES", "Kept", "evaluate"]
+
+#: How many kinds of sizes keep the numbers that follow from them.
+MOST_SIZES = 64
 
 _OPERATORS: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -110,3 +113,14 @@ def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
         case ast.Call(func=ast.Name(id=name), keywords=[]):
             return _FUNCTIONS[name](*(_value(one, symbols) for one in node.args))
     raise KeyError
+
+
+class Kept(dict[Any, tuple[int, ...]]):
+    """The numbers that follow from the last kinds of sizes."""
+
+    def keep(self, key: Any, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Keep the numbers of one kind in the place of the oldest one if there are many; return them."""
+        if len(self) >= MOST_SIZES:
+            self.pop(next(iter(self), None), None)
+        self[key] = numbers
+        return numbers

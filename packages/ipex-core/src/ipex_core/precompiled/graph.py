@@ -23,7 +23,16 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.recording import record
 from ipex_core.util.symbolic import hints
 
-__all__ = ["Input", "Recorded", "add_constant", "capture", "decompositions", "forms_of", "fuse"]
+__all__ = [
+    "Input",
+    "Recorded",
+    "capture",
+    "decompositions",
+    "forms_of",
+    "fuse",
+    "hold",
+    "peak_bytes",
+]
 
 aten = torch.ops.aten
 
@@ -236,11 +245,7 @@ def _lift(program: torch.export.ExportedProgram, parameters: list[str]) -> tuple
         value = program.state_dict.get(one.target)
         if value is None:
             value = program.constants[one.target]
-        with graph.inserting_before(node):
-            held = add_constant(module, graph, value.detach())
-        held.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(held)
-        graph.erase_node(node)
+        hold(module, node, value)
     return tuple(inputs)
 
 
@@ -252,6 +257,15 @@ def add_constant(module: fx.GraphModule, graph: fx.Graph, value: Tensor) -> fx.N
     name = f"ipex_constant_{number}"
     module.register_buffer(name, value, persistent=False)
     return graph.get_attr(name)
+
+
+def hold(module: fx.GraphModule, node: fx.Node, value: Tensor) -> None:
+    """Put a constant in the place of an input of the graph."""
+    with module.graph.inserting_before(node):
+        held = add_constant(module, module.graph, value.detach())
+    held.meta.update(node.meta)
+    node.replace_all_uses_with(held)
+    module.graph.erase_node(node)
 
 
 def _leaf_names(spec: Any, parameters: list[str]) -> list[str]:

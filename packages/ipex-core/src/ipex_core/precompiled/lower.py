@@ -228,16 +228,14 @@ class _Lowering:
                     node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)
                 ):
                     continue
-                if node.target is operator.getitem and self.take(node):
-                    continue
+                if node.target is operator.getitem and (
+                    node in self.registers or node in self.slots
+                ):
+                    continue  # written with the op whose result it is
                 if not self.write(node):
                     self.call(node)
             self.done.add(node)
         raise AssertionError("a graph without results")
-
-    def take(self, node: fx.Node) -> bool:
-        """Return whether one result of an op with several is known."""
-        return node in self.registers or node in self.slots
 
     def write(self, node: fx.Node) -> bool:
         """Append instructions for a node, unless it has none."""
@@ -611,8 +609,8 @@ def _pair(values: Any, default: Any = None) -> list[int]:
     return list(values) if len(values) == 2 else list(values) * 2
 
 
-@_rule(aten.max_pool2d_with_indices.default, aten.max_pool2d.default)
-def _max_pool(low: _Lowering, node: fx.Node) -> Any:
+@_rule(aten.max_pool2d_with_indices.default, aten.max_pool2d.default, aten.avg_pool2d.default)
+def _pool(low: _Lowering, node: fx.Node) -> Any:
     a = _arguments(node)
     found = val(a["self"])
     if found is None or found.dim() != 4 or found.dtype not in FLOATS:
@@ -621,35 +619,13 @@ def _max_pool(low: _Lowering, node: fx.Node) -> Any:
     if several and any(u.target is operator.getitem and u.args[1] == 1 for u in node.users):
         raise _Unfit
     kernel = _pair(a["kernel_size"])
-    pooled = low.builder.call(
-        "max_pool2d",
-        low.register(a["self"]),
-        kernel,
-        _pair(a["stride"], kernel),
-        _pair(a["padding"]),
-        _pair(a["dilation"]),
-        bool(a["ceil_mode"]),
-    )
+    window = (kernel, _pair(a["stride"], kernel), _pair(a["padding"]))
+    x, ceil = low.register(a["self"]), bool(a["ceil_mode"])
+    if node.target is aten.avg_pool2d.default:
+        rest = (bool(a["count_include_pad"]), a["divisor_override"])
+        return low.builder.call("avg_pool2d", x, *window, ceil, *rest)
+    pooled = low.builder.call("max_pool2d", x, *window, _pair(a["dilation"]), ceil)
     return (pooled,) if several else pooled
-
-
-@_rule(aten.avg_pool2d.default)
-def _avg_pool(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
-    found = val(a["self"])
-    if found is None or found.dim() != 4 or found.dtype not in FLOATS:
-        raise _Unfit
-    kernel = _pair(a["kernel_size"])
-    return low.builder.call(
-        "avg_pool2d",
-        low.register(a["self"]),
-        kernel,
-        _pair(a["stride"], kernel),
-        _pair(a["padding"]),
-        bool(a["ceil_mode"]),
-        bool(a["count_include_pad"]),
-        a["divisor_override"],
-    )
 
 
 @_rule(aten.convolution.default)
