@@ -32,6 +32,9 @@ places = [
     pybind11.get_include(),
     sycl_header.parent.parent,
     file_of("intel-sycl-rt", "libsycl.so"),
-    file_of("intel-opencl-rt", "libintelocl.so"),
 ]
+try:
+    places.append(file_of("intel-opencl-rt", "libintelocl.so"))
+except importlib.metadata.PackageNotFoundError:
+    pass  # needed to compile kernels only
 print(";".join(str(place) for place in places), end="")

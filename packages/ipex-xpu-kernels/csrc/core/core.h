@@ -72,16 +72,22 @@ void shutdown() noexcept;
 // Kernels
 // ----------------------------------------------------------------------------------------------------------
 
-// Reads the manifests that the build made: for each source file one NAME.txt of lines "name symbol
-// offset size arguments" and one NAME.spv of SPIR-V modules. Throws std::runtime_error.
+// Reads the manifests that the build made: for each source file NAME.sycl.cpp, which is there too,
+// one NAME.txt of lines "name symbol offset size arguments" and one NAME.spv of SPIR-V modules.
+// Throws std::runtime_error.
 void set_kernel_library(const std::string& directory);
+// Whether kernels are compiled from their source on every device, not only on devices whose driver
+// takes no SPIR-V. Holds for kernels that are built afterwards.
+void set_kernels_from_source(bool always);
 // Folder for device binaries, so that a kernel is translated once for each driver; empty turns the
 // cache off.
 void set_cache_directory(const std::string& directory);
 std::vector<std::string> kernel_names();
-// Number of kernels translated from SPIR-V and of those read from the cache since the start.
+// Number of kernels translated from SPIR-V, of source files compiled, and of kernels read from the
+// cache since the start.
 struct LoadStats {
   std::uint64_t translated = 0;
+  std::uint64_t compiled = 0;
   std::uint64_t from_cache = 0;
   std::uint64_t cache_errors = 0;
 };

@@ -129,18 +129,22 @@ std::vector<sycl::device> parts_of(const sycl::device& root, unsigned parts) {
 
 std::vector<sycl::device> find_devices(const std::string& request, std::string& why) {
   std::vector<sycl::device> gpus;
+  std::vector<sycl::device> others;
   std::vector<sycl::device> cpus;
   for (const auto& platform : sycl::platform::get_platforms()) {
     for (const auto& device : platform.get_devices()) {
       // The same GPU appears once for each of its back ends; torch's own builds use Level Zero.
-      if (device.is_gpu() && device.get_backend() == sycl::backend::ext_oneapi_level_zero)
+      const auto backend = device.get_backend();
+      if (device.is_gpu() && backend == sycl::backend::ext_oneapi_level_zero)
         gpus.push_back(device);
+      else if (device.is_gpu() && backend != sycl::backend::opencl)
+        others.push_back(device);
       if (device.is_cpu()) cpus.push_back(device);
     }
   }
+  if (gpus.empty()) gpus = others;
   if (request.empty() || request == "gpu" || (request == "auto" && !gpus.empty())) {
-    if (gpus.empty())
-      why = "no SYCL GPU with a Level Zero driver was found (IPEX_XPU_DEVICE=cpu uses the CPU)";
+    if (gpus.empty()) why = "no SYCL GPU was found (IPEX_XPU_DEVICE=cpu uses the CPU)";
     return gpus;
   }
   unsigned parts = 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels: SPIR-V from the wheel, translated when a kernel is first used, and kept on disk as
-// device binaries.
+// device binaries. A device that takes no SPIR-V gets them from their source, file by file.
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -22,7 +22,8 @@ namespace experimental = sycl::ext::oneapi::experimental;
 
 struct Entry {
   std::string symbol;
-  std::string file;  // the modules of its source file
+  std::string file;    // the modules of its source file
+  std::string source;  // that source file
   std::size_t offset = 0;
   std::size_t size = 0;
   std::size_t arguments = 0;
@@ -34,6 +35,11 @@ struct Library {
   // A kernel belongs to the context and device that it was built for. Nodes of a map stay where
   // they are.
   std::map<std::tuple<int, std::string>, std::unique_ptr<sycl::kernel>, std::less<>> built;
+  // What source files have been compiled to, by device and file.
+  std::map<std::pair<int, std::string>, sycl::kernel_bundle<sycl::bundle_state::executable>>
+      compiled;
+  std::string headers;  // folder of the files that sources include
+  bool from_source = false;
   BinaryCache cache;
   LoadStats stats;
 };
@@ -62,7 +68,50 @@ sycl::kernel build_from_spirv(const std::vector<std::byte>& spirv, const Entry& 
   return bundle.ext_oneapi_get_kernel(entry.symbol);
 }
 
+std::string read_text(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file)
+    throw std::runtime_error("xpu: " + path.string() +
+                             " cannot be read: pip install --force-reinstall ipex-xpu-kernels");
+  return text.str();
+}
+
+// One module for each source file: to compile a file for each of its kernels would take as long for
+// each.
+sycl::kernel_bundle<sycl::bundle_state::executable> compile(const Library& lib, const Entry& entry,
+                                                            int device) {
+  experimental::include_files headers;
+  for (const auto& item : std::filesystem::directory_iterator(lib.headers)) {
+    if (item.path().extension() == ".h")
+      headers.add(item.path().filename().string(), read_text(item.path()));
+  }
+  auto source = experimental::create_kernel_bundle_from_source(
+      sycl_context(device), experimental::source_language::sycl, read_text(entry.source),
+      experimental::properties{headers});
+  return experimental::build(
+      source, std::vector<sycl::device>{sycl_device(device)},
+      experimental::properties{experimental::build_options{std::vector<std::string>{"-O2"}}});
+}
+
+sycl::kernel build_from_source(Library& lib, const Entry& entry, int device) {
+  const std::pair key(device, entry.source);
+  auto found = lib.compiled.find(key);
+  if (found == lib.compiled.end()) {
+    found = lib.compiled.emplace(key, compile(lib, entry, device)).first;
+    ++lib.stats.compiled;
+  }
+  return found->second.ext_oneapi_get_kernel(entry.symbol);
+}
+
+bool takes_spirv(int device) {
+  const auto backend = sycl_device(device).get_backend();
+  return backend == sycl::backend::opencl || backend == sycl::backend::ext_oneapi_level_zero;
+}
+
 sycl::kernel build(Library& lib, const Entry& entry, int device) {
+  if (lib.from_source || !takes_spirv(device)) return build_from_source(lib, entry, device);
   const auto spirv = read_module(entry);
   if (sycl_device(device).get_backend() != sycl::backend::opencl) {
     ++lib.stats.translated;  // Level Zero drivers keep binaries themselves
@@ -101,6 +150,7 @@ void set_kernel_library(const std::string& directory) {
       std::string name;
       Entry entry;
       entry.file = std::filesystem::path(manifest).replace_extension(".spv").string();
+      entry.source = std::filesystem::path(manifest).replace_extension(".sycl.cpp").string();
       if (!(fields >> name >> entry.symbol >> entry.offset >> entry.size >> entry.arguments)) {
         throw std::runtime_error("xpu: " + manifest + " has the unreadable line: " + line);
       }
@@ -112,6 +162,13 @@ void set_kernel_library(const std::string& directory) {
   Library& lib = library();
   const std::lock_guard lock(lib.mutex);
   lib.entries = std::move(entries);
+  lib.headers = directory;
+}
+
+void set_kernels_from_source(bool always) {
+  Library& lib = library();
+  const std::lock_guard lock(lib.mutex);
+  lib.from_source = always;
 }
 
 void set_cache_directory(const std::string& directory) {
@@ -142,7 +199,9 @@ const sycl::kernel& kernel(std::string_view name, int device) {
     throw std::runtime_error("xpu: there is no kernel named " + std::string(name));
   try {
     auto made = std::make_unique<sycl::kernel>(build(lib, entry->second, device));
-    const auto arguments = made->get_info<sycl::info::kernel::num_args>();
+    // Adapters of devices without SPIR-V count what was set, not what the kernel takes.
+    const auto arguments = takes_spirv(device) ? made->get_info<sycl::info::kernel::num_args>()
+                                               : entry->second.arguments;
     if (arguments != entry->second.arguments) {
       throw std::runtime_error("it has " + std::to_string(arguments) +
                                " arguments, the manifest says " +

@@ -109,8 +109,8 @@ def kernel_load_stats() -> dict[str, int]:
     """Return how kernels came into this process.
 
     Returns:
-        ``translated``: from SPIR-V; ``from_cache``: from the binaries on disk; ``cache_errors``: how often those could
-        not be read or written.
+        ``translated``: from SPIR-V; ``compiled``: files of their source; ``from_cache``: from the binaries on disk;
+        ``cache_errors``: how often those could not be read or written.
 
     Raises:
         RuntimeError: There is no xpu device.

@@ -133,6 +133,8 @@ def _find() -> State:
         return State("native", torch.xpu.device_count())
     if not _sycl.device_possible():
         return State("none", 0, "no GPU was found (IPEX_XPU_DEVICE=cpu uses the CPU)")
+    if torch.cuda.is_available():
+        return State("none", 0, "torch has a CUDA device and takes no second kind of accelerator")
     _sycl.prepare_environment()
     module = native()
     count = module.initialize(_sycl.requested_device())
@@ -177,6 +179,9 @@ def _configure(module: Any) -> None:
     module.set_onednn_mode("auto" if path else "off")
     module.set_zero_copy(os.environ.get("IPEX_XPU_ZERO_COPY", "1") != "0")
     module.set_kernel_library(str(Path(__file__).with_name("kernels")))
+    module.set_kernels_from_source(
+        os.environ.get("IPEX_XPU_SOURCE", "").lower() in ("1", "true", "on", "yes")
+    )
     module.set_cache_directory(_sycl.cache_directory())
 
 

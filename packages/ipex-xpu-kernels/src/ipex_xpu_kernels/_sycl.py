@@ -19,9 +19,10 @@ def requested_device() -> str:
 def device_possible() -> bool:
     """Return whether to look for devices; costs microseconds, since it runs at every ``import torch``.
 
-    Looking costs 40 ms. Without a render node there is no GPU, and the CPU is used on demand only.
+    Looking costs 40 ms. Without a render node there is no GPU of Level Zero; others, and the CPU, are used on demand
+    only.
     """
-    if requested_device() not in ("", "gpu"):
+    if requested_device():
         return True
     nodes = Path("/dev/dri")
     return nodes.is_dir() and any(nodes.glob("renderD*"))

@@ -276,6 +276,16 @@ VARIABLES: Mapping[str, Variable] = {
             "Ops without a kernel for xpu use the memory of the device where the host can read it; 0: copies.",
         ),
         Variable(
+            "IPEX_XPU_SOURCE",
+            "xpu_source",
+            "bool",
+            _parse_bool,
+            False,
+            "0, 1 (also false/true, off/on, no/yes)",
+            "1: kernels for xpu are compiled from their source on every device; 0: only on devices whose driver takes "
+            "no SPIR-V. Needs the C++ headers of the system, which come with g++.",
+        ),
+        Variable(
             "IPEX_XPU_CACHE",
             "xpu_cache",
             "str",

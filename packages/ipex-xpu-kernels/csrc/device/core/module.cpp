@@ -263,12 +263,14 @@ PYBIND11_MODULE(_C, m) {
                        {std::move(global), std::move(local)}, values);
       });
   m.def("set_kernel_library", &set_kernel_library);
+  m.def("set_kernels_from_source", &set_kernels_from_source);
   m.def("set_cache_directory", &set_cache_directory);
   m.def("kernel_names", &kernel_names);
   m.def("load_stats", [] {
     const LoadStats stats = load_stats();
     py::dict result;
     result["translated"] = stats.translated;
+    result["compiled"] = stats.compiled;
     result["from_cache"] = stats.from_cache;
     result["cache_errors"] = stats.cache_errors;
     return result;

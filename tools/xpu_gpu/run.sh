@@ -1,0 +1,45 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# On the machine with the GPU: run.sh FOLDER COMMAND... unpacks the bundle beside it into FOLDER, builds and installs
+# ipex-core and ipex-xpu-kernels there for the torch of `python3`, and runs COMMAND with the GPU as xpu. What is in
+# FOLDER already is not made again.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) folder=$(mkdir -p "$1" && cd "$1" && pwd); shift
+if [ ! -e "$folder/unpacked" ]; then
+  cp -r "$here"/{lib,libclc,cuda} "$folder/"
+  find "$folder"/lib "$folder"/libclc -name '*.xz' -print0 | xargs -0 -P 8 -n 1 xz -d
+  for archive in include kernels source; do
+    mkdir -p "$folder/$archive"; tar xJf "$here/$archive.tar.xz" -C "$folder/$archive"
+  done
+  touch "$folder/unpacked"
+fi
+site=$folder/site
+if [ ! -e "$site/built" ]; then
+  # The build asks for the files of the distribution intel-sycl-rt.
+  mkdir -p "$site/intel_sycl_rt-2026.1.2.dist-info" "$site/include" "$site/lib"
+  cp -r "$folder"/include/include/. "$site/include/"
+  cp "$folder/lib/libsycl.so.9" "$site/lib/"; ln -sf libsycl.so.9 "$site/lib/libsycl.so"
+  printf 'Metadata-Version: 2.1\nName: intel-sycl-rt\nVersion: 2026.1.2\n' > "$site/intel_sycl_rt-2026.1.2.dist-info/METADATA"
+  printf 'include/sycl/sycl.hpp,,\nlib/libsycl.so,,\n' > "$site/intel_sycl_rt-2026.1.2.dist-info/RECORD"
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  packages=$folder/source/packages
+  cp -r "$packages/ipex-core/src/ipex_core" "$site/"
+  cmake -S "$packages/ipex-xpu-kernels" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE="$(command -v python3)" -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" > "$folder/configure.log"
+  cmake --build "$folder/build" --parallel > "$folder/build.log" || { grep -m 20 -E 'error|Error' "$folder/build.log"; exit 1; }
+  cp -r "$packages/ipex-xpu-kernels/src/ipex_xpu_kernels" "$site/"
+  cmake --install "$folder/build" --prefix "$site/ipex_xpu_kernels" > "$folder/install.log"
+  # Found as an installed package is: torch loads the device by its entry point.
+  mkdir -p "$site/ipex_xpu_kernels-0.dist-info"
+  printf 'Metadata-Version: 2.1\nName: ipex-xpu-kernels\nVersion: 0\n' > "$site/ipex_xpu_kernels-0.dist-info/METADATA"
+  printf '[torch.backends]\nipex_xpu = ipex_xpu_kernels._autoload:autoload\n[ipex.kernels]\nxpu = ipex_xpu_kernels:register\n[ipex.components]\nxpu = ipex_xpu_kernels\n' \
+    > "$site/ipex_xpu_kernels-0.dist-info/entry_points.txt"
+  touch "$site/built"
+fi
+case ":${PYTHONPATH:-}:" in *":$site:"*) ;; *) export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} ;; esac
+export LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} PATH=$folder/cuda/bin:$PATH
+export IPEX_LIBCLC=$folder/libclc LD_PRELOAD=$folder/lib/preload.so IPEX_XPU_DEVICE=gpu
+export ONEAPI_DEVICE_SELECTOR=cuda:* SYCL_JIT_AMDGCN_PTX_TARGET_CPU=${IPEX_PTX_TARGET:-sm_90}
+export IPEX_XPU_CACHE=$folder/cache
+cd "$folder/source/packages/ipex-xpu-kernels"
+exec "$@"
