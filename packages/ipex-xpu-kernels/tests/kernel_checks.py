@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import ipex_core  # noqa: F401  (defines torch.ops.ipex)
 import ipex_xpu_kernels
+
+#: The device under test, for processes that tests start: the CPU device unless the environment asks for another.
+DEVICE = os.environ.get("IPEX_XPU_DEVICE") or "cpu"
+on_cpu_device = pytest.mark.skipif(
+    not DEVICE.startswith("cpu"), reason="about the SYCL CPU device, which is not under test"
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 from torch.nn import functional
 
 import ipex_xpu_kernels as xpu
@@ -99,7 +100,7 @@ def test_a_library_that_is_not_it(tmp_path: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "IPEX_XPU_DEVICE": "cpu"}
+    return {**os.environ, "IPEX_XPU_DEVICE": DEVICE}
 
 
 def _same(module: Any, function: Callable[..., Any], *args: Any, tolerance: float = 1e-4) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernel_checks import DEVICE
 
 from docs_code import blocks
 
@@ -23,7 +24,7 @@ def test_page(tmp_path: Path) -> None:
     assert len(code) >= 4
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([*code, "print(ipex.xpu.fallback_stats())"])],
-        env={**os.environ, "IPEX_XPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "IPEX_XPU_DEVICE": DEVICE, "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from kernel_checks import DEVICE, on_cpu_device
 
 TIMEOUT = 120
 
 
 def python(code: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "IPEX_XPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "IPEX_XPU_DEVICE": DEVICE, "OMP_NUM_THREADS": "1"}
     for name, value in variables.items():
         if value is None:
             environment.pop(name, None)
@@ -123,7 +124,8 @@ def test_requests_that_cannot_be_met() -> None:
 def test_after_a_backward_pass_it_is_too_late() -> None:
     # Without the variable torch does not load the device at its import.
     code = (
-        "import os, torch; torch.ones(2, requires_grad=True).sum().backward(); os.environ['IPEX_XPU_DEVICE'] = 'cpu'\n"
+        "import os, torch; torch.ones(2, requires_grad=True).sum().backward(); os.environ['IPEX_XPU_DEVICE'] = "
+        f"{DEVICE!r}\n"
         "import ipex_xpu_kernels as xpu, ipex_xpu_kernels._device as d; d._state = None\n"
         "try: xpu.activate()\nexcept RuntimeError as e: print(e)\nprint(xpu.state().mode)"
     )
@@ -134,13 +136,15 @@ def test_after_a_backward_pass_it_is_too_late() -> None:
 def test_late_registration_repairs_what_torch_has_asked() -> None:
     code = (
         "import os, torch; torch.ones(2).is_pinned(); torch.accelerator.is_available()\n"
-        "os.environ['IPEX_XPU_DEVICE'] = 'cpu'\n"
+        "os.environ['IPEX_XPU_DEVICE'] = "
+        f"{DEVICE!r}\n"
         "import ipex_xpu_kernels as xpu, ipex_xpu_kernels._device as d; d._state = None\n"
         "xpu.activate(); print(torch.accelerator.current_accelerator(), torch.ones(2).pin_memory().is_pinned())"
     )
     assert output(code, IPEX_XPU_DEVICE=None) == "xpu True"
 
 
+@on_cpu_device
 def test_two_devices() -> None:
     code = START + (
         "assert state.count == 2\n"
@@ -166,6 +170,7 @@ USE_KERNEL = (
 )
 
 
+@on_cpu_device
 def test_cache_of_binaries(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     first = output(USE_KERNEL, IPEX_XPU_CACHE=str(folder)).split()
@@ -246,6 +251,7 @@ def test_doctor_names_the_wheel_that_fits() -> None:
     assert text.count("install the wheel ipex_xpu_kernels-") == 2
 
 
+@on_cpu_device
 def test_two_sycl_runtimes_are_refused(tmp_path: Path) -> None:
     # A library that looks like the run-time of another release.
     library = tmp_path / "libsycl.so.8"
@@ -256,7 +262,8 @@ def test_two_sycl_runtimes_are_refused(tmp_path: Path) -> None:
         pytest.skip("no compiler")
     code = (
         f"import ctypes; ctypes.CDLL({str(library)!r})\n"
-        "import os; os.environ['IPEX_XPU_DEVICE'] = 'cpu'\n"
+        "import os; os.environ['IPEX_XPU_DEVICE'] = "
+        f"{DEVICE!r}\n"
         "import ipex_xpu_kernels as xpu, ipex_xpu_kernels._device as d; d._state = None\n"
         "try: xpu.activate()\nexcept ImportError as e: print(e)\nprint(xpu.state().mode)"
     )
@@ -279,6 +286,7 @@ def test_a_missing_run_time_is_named() -> None:
     assert "pip install 'intel-sycl-rt>=2026.0,<2027'" in text
 
 
+@on_cpu_device
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o555)
@@ -296,10 +304,12 @@ def test_doctor() -> None:
     assert "must be gpu, cpu" in rows and "must be gpu, cpu" in advice
 
 
+@on_cpu_device
 def test_a_torch_with_xpu_gets_kernels_and_nothing_else() -> None:
     # The stand-in for the device of such a torch is ours, without kernels for torch.ops.ipex.
     code = (
-        "import os, torch\nos.environ['IPEX_XPU_DEVICE'] = 'cpu'\n"
+        "import os, torch\nos.environ['IPEX_XPU_DEVICE'] = "
+        f"{DEVICE!r}\n"
         "import ipex_xpu_kernels as xpu, ipex_xpu_kernels._device as d, ipex_xpu_kernels._sycl as s\n"
         "import ipex_xpu_kernels._torch_xpu as t\n"
         "s.prepare_environment(); n = d.native(); n.initialize('cpu')\n"
@@ -336,6 +346,7 @@ def test_a_torch_with_xpu_gets_kernels_and_nothing_else() -> None:
     assert text[5] == "{} True"
 
 
+@on_cpu_device
 def test_no_driver_for_the_cpu() -> None:
     text = output(START + "print(state)", ONEAPI_DEVICE_SELECTOR="level_zero:gpu")
     assert "mode='none'" in text and "no SYCL CPU device was found: pip install" in text
