@@ -192,6 +192,22 @@ bool multiply_small(const Product& p) {
   return true;
 }
 
+// On a GPU, whose groups have memory of their own (matmul_tiles.sycl.cpp).
+void multiply_tiles(const Product& p) {
+  constexpr std::int64_t kTile = 128;
+  constexpr std::size_t kItems = 256;
+  const Tensor& y = p.y;
+  const auto device = static_cast<c10::DeviceIndex>(y.get_device());
+  launch<3>(current_queue(device), device, kernel_name("matmul_tiles", p.dtype),
+            {static_cast<std::size_t>(y.size(0)), static_cast<std::size_t>(parts(y.size(1), kTile)),
+             static_cast<std::size_t>(parts(y.size(2), kTile)) * kItems},
+            {1, 1, kItems}, p.a.const_data_ptr(), p.b.const_data_ptr(), data(p.c),
+            y.mutable_data_ptr(), y.size(1), y.size(2), p.a.size(2), p.a.stride(0), p.a.stride(1),
+            p.a.stride(2), p.b.stride(0), p.b.stride(1), p.b.stride(2), stride_of(p.c, 0),
+            stride_of(p.c, 1), stride_of(p.c, 2), y.stride(0), y.stride(1), y.stride(2), p.alpha,
+            p.c.defined() ? p.beta : 0.f);
+}
+
 // In parts of batches, rows and columns, so that packed operands stay small.
 void multiply_parts(const Product& p) {
   const std::int64_t k = std::max<std::int64_t>(p.a.size(2), 1);
@@ -237,6 +253,10 @@ bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Te
   if (multiply_vector(product) || multiply_vector(transposed) || multiply_small(product) ||
       multiply_small(transposed))
     return true;
+  if (!device_info(static_cast<c10::DeviceIndex>(out.get_device())).is_cpu) {
+    multiply_tiles(y.stride(1) == 1 && y.stride(2) != 1 ? transposed : product);
+    return true;
+  }
   // The transposed product, if that takes fewer cycles: what fills panels is multiplied, too, and
   // operands are transposed where the wrong numbers are neighbors, as is a result by columns.
   const auto cycles = [k = left.size(2)](const Tensor& first, const Tensor& second,
