@@ -7,14 +7,27 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) folder=$(mkdir -p "$1" && cd "$1" && pwd); shift
 if [ ! -e "$folder/unpacked" ]; then
   cp -r "$here"/{lib,libclc,cuda} "$folder/"
-  find "$folder"/lib "$folder"/libclc -name '*.xz' -print0 | xargs -0 -P 8 -n 1 xz -d
-  for archive in include kernels source; do
-    mkdir -p "$folder/$archive"; tar xJf "$here/$archive.tar.xz" -C "$folder/$archive"
-  done
+  # By Python: the machine may have no xz.
+  python3 - "$here" "$folder" << 'END'
+import lzma, pathlib, shutil, sys, tarfile
+from concurrent.futures import ThreadPoolExecutor
+source, target = map(pathlib.Path, sys.argv[1:])
+def unpack(file):
+    if file.name.endswith(".tar.xz"):
+        with tarfile.open(file) as archive:
+            archive.extractall(target / file.name.removesuffix(".tar.xz"), filter="data")
+        return
+    with lzma.open(file) as packed, open(file.with_suffix(""), "wb") as out:
+        shutil.copyfileobj(packed, out, 1 << 24)
+    file.unlink()
+with ThreadPoolExecutor() as pool:
+    list(pool.map(unpack, [*source.glob("*.tar.xz"), *target.glob("lib/*.xz"), *target.glob("libclc/*.xz")]))
+END
   touch "$folder/unpacked"
 fi
 site=$folder/site
 if [ ! -e "$site/built" ]; then
+  rm -rf "$site"
   # The build asks for the files of the distribution intel-sycl-rt.
   mkdir -p "$site/intel_sycl_rt-2026.1.2.dist-info" "$site/include" "$site/lib"
   cp -r "$folder"/include/include/. "$site/include/"
