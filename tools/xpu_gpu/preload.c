@@ -2,9 +2,8 @@
 // Preloaded where the xpu tests run on a CUDA device:
 // - The run-time compiler of intel-sycl-rt 2026.1 opens its device library by a path of its build;
 // it is read
-//   from $IPEX_LIBCLC instead.
-// - A torch with CUDA would count the GPU as its own accelerator and take no xpu beside it; it sees
-// none.
+//   from $SYCL_LIBCLC_DIR instead.
+// - A torch with CUDA sees no GPU (see also hide_cuda.cpp).
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -17,7 +16,7 @@
 
 static const char* place(const char* path, char* buffer, size_t size) {
   static const char built[] = "/lib/clang/22/lib/libclc/";
-  const char* folder = getenv("IPEX_LIBCLC");
+  const char* folder = getenv("SYCL_LIBCLC_DIR");
   if (folder == NULL || path == NULL || strncmp(path, built, sizeof built - 1) != 0) return path;
   snprintf(buffer, size, "%s/%s", folder, path + sizeof built - 1);
   return buffer;

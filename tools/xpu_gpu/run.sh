@@ -38,20 +38,29 @@ if [ ! -e "$site/built" ]; then
   packages=$folder/source/packages
   cp -r "$packages/ipex-core/src/ipex_core" "$site/"
   cmake -S "$packages/ipex-xpu-kernels" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
-    -DPython_EXECUTABLE="$(command -v python3)" -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" > "$folder/configure.log"
+    -DCMAKE_CXX_STANDARD_LIBRARIES=-l:libstdc++.so.6 -DPython_EXECUTABLE="$(command -v python3)" \
+    -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" > "$folder/configure.log"
   cmake --build "$folder/build" --parallel > "$folder/build.log" || { grep -m 20 -E 'error|Error' "$folder/build.log"; exit 1; }
   cp -r "$packages/ipex-xpu-kernels/src/ipex_xpu_kernels" "$site/"
   cmake --install "$folder/build" --prefix "$site/ipex_xpu_kernels" > "$folder/install.log"
+  torch=$(python3 -c 'import torch; print(torch.__path__[0])')
+  g++ -std=c++20 -O1 -w -shared -fPIC -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
+    "$here/hide_cuda.cpp" -o "$site/hide_cuda.so" -L"$torch/lib" -ltorch_cpu -lc10 -l:libstdc++.so.6
+  cat > "$site/hide_cuda.py" << 'END'
+import ctypes, pathlib
+def hide():
+    assert ctypes.CDLL(str(pathlib.Path(__file__).with_suffix(".so"))).hide_cuda()
+END
   # Found as an installed package is: torch loads the device by its entry point.
   mkdir -p "$site/ipex_xpu_kernels-0.dist-info"
   printf 'Metadata-Version: 2.1\nName: ipex-xpu-kernels\nVersion: 0\n' > "$site/ipex_xpu_kernels-0.dist-info/METADATA"
-  printf '[torch.backends]\nipex_xpu = ipex_xpu_kernels._autoload:autoload\n[ipex.kernels]\nxpu = ipex_xpu_kernels:register\n[ipex.components]\nxpu = ipex_xpu_kernels\n' \
+  printf '[torch.backends]\nhide_cuda = hide_cuda:hide\nipex_xpu = ipex_xpu_kernels._autoload:autoload\n[ipex.kernels]\nxpu = ipex_xpu_kernels:register\n[ipex.components]\nxpu = ipex_xpu_kernels\n' \
     > "$site/ipex_xpu_kernels-0.dist-info/entry_points.txt"
   touch "$site/built"
 fi
 case ":${PYTHONPATH:-}:" in *":$site:"*) ;; *) export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} ;; esac
 export LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} PATH=$folder/cuda/bin:$PATH
-export IPEX_LIBCLC=$folder/libclc LD_PRELOAD=$folder/lib/preload.so IPEX_XPU_DEVICE=gpu
+export SYCL_LIBCLC_DIR=$folder/libclc LD_PRELOAD=$folder/lib/preload.so IPEX_XPU_DEVICE=gpu
 export ONEAPI_DEVICE_SELECTOR=cuda:* SYCL_JIT_AMDGCN_PTX_TARGET_CPU=${IPEX_PTX_TARGET:-sm_90}
 export IPEX_XPU_CACHE=$folder/cache
 cd "$folder/source/packages/ipex-xpu-kernels"

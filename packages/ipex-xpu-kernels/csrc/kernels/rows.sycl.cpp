@@ -6,20 +6,18 @@
 // Softmax
 // ---------------------------------------------------------------------------------------------------------------
 
-// Powers of a row of 16-bit numbers that is not longer.
-constexpr unsigned long kPowers = 4096;
+// Powers of a row that is not longer.
+constexpr unsigned long kPowers = 8192;
 sycl::ext::oneapi::experimental::work_group_static<float[kPowers]> powers_of_row;
 
 template <typename T, bool logarithm>
 IPEX_KERNEL(1)
 void softmax(const T* x, T* y, unsigned long columns) {
-  // The result can hold the powers until their sum is known, without rounding them.
-  constexpr bool kept = !logarithm && std::is_same_v<T, float>;
   const Row row(columns);
   x += row.begin;
   y += row.begin;
   const float top = row.maximum([=](unsigned long i) { return load(x, i); });
-  if constexpr (!logarithm && !kept) {
+  if constexpr (!logarithm) {
     if (columns <= kPowers) {
       float* powers = *&powers_of_row;  // of which an item has its own only
       const float scale =
@@ -28,17 +26,10 @@ void softmax(const T* x, T* y, unsigned long columns) {
       return;
     }
   }
-  const float sum = row.sum([=](unsigned long i) {
-    const float power = sycl::exp(load(x, i) - top);
-    if constexpr (kept) y[i] = power;
-    return power;
-  });
+  const float sum = row.sum([=](unsigned long i) { return sycl::exp(load(x, i) - top); });
   if constexpr (logarithm) {
     const float shift = top + sycl::log(sum);
     row.each([=](unsigned long i) { store(y, i, load(x, i) - shift); });
-  } else if constexpr (kept) {
-    const float scale = 1.f / sum;
-    row.each([=](unsigned long i) { y[i] *= scale; });
   } else {
     const float scale = 1.f / sum;
     row.each([=](unsigned long i) { store(y, i, sycl::exp(load(x, i) - top) * scale); });

@@ -96,8 +96,15 @@ std::int64_t chunk_of(const Planes& p) {
   const bool rows = p.inner == 1;
   const std::int64_t busy = p.outer * p.inner;
   const std::int64_t least = rows ? 4096 : 64;
-  if (busy >= (rows ? 64 : 4096) || p.length <= 2 * least) return p.length;
-  return std::max(least, (p.length + 63) / 64);
+  const DeviceInfo& info = device_info(static_cast<c10::DeviceIndex>(p.x.get_device()));
+  std::int64_t wanted = rows ? 64 : 4096;
+  std::int64_t parts = 64;
+  if (!info.is_cpu) {  // whose units hold several groups at a time
+    wanted = std::max<std::int64_t>(wanted, info.compute_units * (rows ? 8 : 2048));
+    parts = (wanted + busy - 1) / busy;
+  }
+  if (busy >= wanted || p.length <= 2 * least) return p.length;
+  return std::max(least, (p.length + parts - 1) / parts);
 }
 
 const char* const kSum = "sum";
