@@ -45,11 +45,11 @@ if [ ! -e "$site/built" ]; then
   cmake --install "$folder/build" --prefix "$site/ipex_xpu_kernels" > "$folder/install.log"
   torch=$(python3 -c 'import torch; print(torch.__path__[0])')
   g++ -std=c++20 -O1 -w -shared -fPIC -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" \
-    "$here/hide_cuda.cpp" -o "$site/hide_cuda.so" -L"$torch/lib" -ltorch_cpu -lc10 -l:libstdc++.so.6
+    "$here/hide_cuda.cpp" -o "$site/libhide_cuda.so" -L"$torch/lib" -ltorch_cpu -lc10 -l:libstdc++.so.6
   cat > "$site/hide_cuda.py" << 'END'
 import ctypes, pathlib
 def hide():
-    assert ctypes.CDLL(str(pathlib.Path(__file__).with_suffix(".so"))).hide_cuda()
+    assert ctypes.CDLL(str(pathlib.Path(__file__).with_name("libhide_cuda.so"))).hide_cuda()
 END
   # Found as an installed package is: torch loads the device by its entry point.
   mkdir -p "$site/ipex_xpu_kernels-0.dist-info"

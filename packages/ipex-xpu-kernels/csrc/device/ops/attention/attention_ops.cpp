@@ -21,7 +21,12 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-constexpr std::int64_t kLanes = 16;  // queries of a work-group
+// Queries and items of a work-group: of the kernel for CPUs, and of the one for GPUs.
+constexpr std::int64_t kLanes = 16;
+constexpr std::int64_t kTileRows = 64;
+constexpr std::int64_t kTileItems = 256;
+// With fewer queries for each head of keys (decoding), most of a tile would be empty.
+constexpr std::int64_t kFewestRows = 17;
 constexpr std::int64_t kMaxSize = 256;
 
 template <typename T>
@@ -132,18 +137,25 @@ void attention_kernel(const Attention& call) {
   const std::int64_t kv_heads = call.key.size(1);
   if (call.out.numel() == 0 || call.sequences == 0 || kv_heads == 0) return;
   const std::int64_t group = call.query.size(1) / kv_heads;
-  const std::int64_t tiles = (group * call.longest + kLanes - 1) / kLanes;
-  if (tiles == 0) return;
   const auto device = static_cast<c10::DeviceIndex>(call.query.get_device());
   const c10::DeviceGuard guard(call.query.device());
   const auto stride = [](const optional<Tensor>& x, std::int64_t d) -> std::int64_t {
     return x && x->defined() ? x->stride(d) : 0;
   };
   const bool per_sequence = call.slopes && call.slopes->defined() && call.slopes->dim() == 2;
-  launch<3>(current_queue(device), device, "attention<" + *dtype + ">",
+  const std::int64_t queries = group * call.longest;
+  const bool tiled = !device_info(device).is_cpu && queries >= kFewestRows;
+  const std::int64_t rows = tiled ? kTileRows : kLanes;
+  const std::int64_t items = tiled ? kTileItems : kLanes;
+  const std::int64_t tiles = (queries + rows - 1) / rows;
+  if (tiles == 0) return;
+  const std::int64_t values = call.value.size(3);
+  const std::string parts = values <= 64 ? ",1>" : values <= 128 ? ",2>" : ",4>";
+  launch<3>(current_queue(device), device,
+            tiled ? "attention_tiles<" + *dtype + parts : "attention<" + *dtype + ">",
             {static_cast<std::size_t>(call.sequences), static_cast<std::size_t>(kv_heads),
-             static_cast<std::size_t>(tiles * kLanes)},
-            {1, 1, static_cast<std::size_t>(kLanes)}, call.query.const_data_ptr(),
+             static_cast<std::size_t>(tiles * items)},
+            {1, 1, static_cast<std::size_t>(items)}, call.query.const_data_ptr(),
             call.key.const_data_ptr(), call.value.const_data_ptr(), call.out.mutable_data_ptr(),
             data_of<float>(call.mask), data_of<float>(call.slopes), data_of<float>(call.sinks),
             data_of<int>(call.q_starts), data_of<int>(call.k_starts), data_of<int>(call.k_lengths),
