@@ -14,6 +14,7 @@
 #include "binary_cache.h"
 #include "core.h"
 #include "opencl_program.h"
+#include "source.h"
 
 namespace ipex::xpu {
 namespace {
@@ -78,8 +79,7 @@ std::string read_text(const std::filesystem::path& path) {
   return text.str();
 }
 
-// One module for each source file: to compile a file for each of its kernels would take as long for
-// each.
+// All kernels of a source file: to compile the file for one takes as long.
 sycl::kernel_bundle<sycl::bundle_state::executable> compile(const Library& lib, const Entry& entry,
                                                             int device) {
   experimental::include_files headers;
@@ -90,9 +90,9 @@ sycl::kernel_bundle<sycl::bundle_state::executable> compile(const Library& lib, 
   auto source = experimental::create_kernel_bundle_from_source(
       sycl_context(device), experimental::source_language::sycl, read_text(entry.source),
       experimental::properties{headers});
-  return experimental::build(
-      source, std::vector<sycl::device>{sycl_device(device)},
-      experimental::properties{experimental::build_options{std::vector<std::string>{"-O2"}}});
+  return experimental::build(source, std::vector<sycl::device>{sycl_device(device)},
+                             experimental::properties{experimental::build_options{
+                                 std::vector<std::string>{"-O2", kOneModuleEach}}});
 }
 
 sycl::kernel build_from_source(Library& lib, const Entry& entry, int device) {

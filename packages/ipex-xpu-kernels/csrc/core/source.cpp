@@ -114,9 +114,11 @@ SourceProgram::Kernels SourceProgram::build(const sycl::queue& queue) {
   auto source = experimental::create_kernel_bundle_from_source(
       queue.get_context(), experimental::source_language::sycl, source_,
       experimental::properties{headers});
+  std::vector<std::string> options{kOneModuleEach};
+  options.insert(options.end(), options_.begin(), options_.end());
   auto bundle =
       experimental::build(source, std::vector<sycl::device>{queue.get_device()},
-                          experimental::properties{experimental::build_options{options_},
+                          experimental::properties{experimental::build_options{options},
                                                    experimental::registered_names{names_}});
   Kernels found;
   for (const std::string& name : names_) {

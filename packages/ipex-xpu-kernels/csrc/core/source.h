@@ -13,6 +13,10 @@
 
 namespace ipex::xpu {
 
+// For each kernel a module of its own: in libsycl 2026.1 the table of the kernels of a module keeps
+// names that are gone by the time the next kernel of that module is looked up.
+inline const char* const kOneModuleEach = "-fsycl-device-code-split=per_kernel";
+
 // What a kernel is called with: the address of device memory, or a number.
 using KernelArgument = std::variant<std::uintptr_t, std::int64_t, double>;
 
