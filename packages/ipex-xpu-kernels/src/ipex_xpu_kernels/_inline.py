@@ -93,8 +93,9 @@ def load_inline(
         name: Of the library; the namespace of its ops: ``torch.ops.<name>``.
         sycl_source: SYCL C++: kernels are free functions of pointers and numbers that return nothing, marked by
             ``IPEX_KERNEL(dimensions)`` of the header ``ipex/xpu.h`` (or by SYCL's property ``nd_range_kernel``).
-        functions: Names of kernels, which then are called with ``size=``, or a mapping from the names of ops to their
-            schemas or `SyclOp`. Ops differentiate (with a ``backward``), compile and check their arguments.
+        functions: Names of kernels (of a template with its arguments: ``"f<float>"``), which then are called with
+            ``size=``, or a mapping from the names of ops to their schemas or `SyclOp`. Ops differentiate (with a
+            ``backward``), compile and check their arguments.
         headers: Further files that the source includes, by name.
         options: Options of the compiler, such as ``["-DWIDTH=4"]``.
 
@@ -150,7 +151,8 @@ def load_inline(
 
 def _dimensions_of(kernel: str, source: str) -> int | None:
     """Return the dimensions that the source gives a kernel; None where another spelling hides them."""
-    found = re.search(rf"IPEX_KERNEL\(\s*([123])\s*\)\s*void\s+{re.escape(kernel)}\s*\(", source)
+    name = re.escape(kernel.partition("<")[0])
+    found = re.search(rf"IPEX_KERNEL\(\s*([123])\s*\)\s*void\s+{name}\s*\(", source)
     return int(found[1]) if found else None
 
 
@@ -173,9 +175,8 @@ def _compile(
         **headers,
     }
     for kernel in kernels:
-        if not any(
-            re.search(rf"\b{re.escape(kernel)}\b", text) for text in (source, *files.values())
-        ):
+        template = re.escape(kernel.partition("<")[0])
+        if not any(re.search(rf"\b{template}\b", text) for text in (source, *files.values())):
             raise ValueError(
                 f"load_inline: the source has no kernel named {kernel}: define it, or remove it from kernels"
             )

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that only GPUs use, and the way to kernels from their source, on any device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_checks import FLOATS, TOLERANCE, rand
+from test_process import output
+
+import ipex_xpu_kernels as xpu
+
+KERNELS = Path(xpu.__file__).with_name("kernels")
+NAMES = {torch.float32: "float", torch.bfloat16: "ipex::bf16", torch.float16: "sycl::half"}
+pytestmark = pytest.mark.usefixtures("needs_device")
+
+
+def load(file: str, kernel: str, dtype: torch.dtype, *parameters: int) -> Any:
+    """Return a kernel of the package, compiled for the device under test."""
+    headers = {header.name: header.read_text() for header in KERNELS.glob("*.h")}
+    # The same file by two names would be read twice.
+    headers |= {"prelude.h": '#include "ipex/xpu.h"', "bfloat16.h": '#include "ipex/bfloat16.h"'}
+    name = f"{kernel}<{', '.join([NAMES[dtype], *map(str, parameters)])}>"
+    source = (KERNELS / f"{file}.sycl.cpp").read_text()
+    return xpu.load_inline(kernel, source, [name], headers=headers).kernels[name]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=max(atol, 1e-4))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_products_by_tiles(dtype: torch.dtype) -> None:
+    kernel = load("matmul_tiles", "matmul_tiles", dtype)
+    for m, n, k in ((128, 128, 16), (130, 5, 33), (1, 200, 7), (3, 4, 0)):
+        for a_swapped, b_swapped in ((False, False), (True, True)):
+            a, b = rand(2, m, k, dtype=dtype) / 4, rand(2, n, k, dtype=dtype) / 4
+            c = rand(2, m, n, dtype=dtype)
+            left = a.mT.contiguous() if a_swapped else a
+            right = b.mT.contiguous() if b_swapped else b
+            out = torch.zeros(2, m, n, dtype=dtype, device="xpu")
+            strides = [m * k, 1, m] if a_swapped else [m * k, k, 1]
+            strides += [n * k, 1, n] if b_swapped else [n * k, k, 1]
+            strides += [m * n, n, 1] * 2
+            groups = (2, -(-m // 128), -(-n // 128) * 256)
+            kernel(
+                *(t.to("xpu") for t in (left, right, c)),
+                out,
+                m,
+                n,
+                k,
+                *strides,
+                0.5,
+                2.0,
+                size=groups,
+                local=(1, 1, 256),
+            )
+            expected = 0.5 * (a.double() @ b.double().mT) + 2 * c.double()
+            close(out, expected.to(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [40, 64, 96, 200])
+def test_attention_by_tiles(dtype: torch.dtype, size: int) -> None:
+    kernel = load(
+        "attention_tiles", "attention_tiles", dtype, 1 if size <= 64 else 2 if size <= 128 else 4
+    )
+    for heads, shared, queries, keys, causal in ((4, 2, 70, 70, True), (2, 2, 5, 130, False)):
+        q = rand(2, heads, queries, size, dtype=dtype)
+        k, v = (rand(2, shared, keys, size, dtype=dtype) * scale for scale in (1.0, 0.5))
+        out = torch.zeros_like(q, device="xpu")
+        strides = []
+        for x in (q, k, v, out):
+            strides += x.stride()[:3]
+        group = heads // shared
+        tiles = -(-group * queries // 64)
+        kernel(
+            *(t.to("xpu") for t in (q, k, v)),
+            out,
+            *[None] * 7,
+            group,
+            queries,
+            keys,
+            size,
+            size,
+            *strides,
+            *[0] * 6,
+            keys,
+            -1,
+            0 if causal else -1,
+            1 / math.sqrt(size),
+            0.0,
+            0,
+            size=(2, shared, tiles * 256),
+            local=(1, 1, 256),
+        )
+        wide = [t.double().repeat_interleave(heads // t.size(1), 1) for t in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*wide, is_causal=causal)
+        close(out, expected.to(dtype), dtype)
+
+
+def test_kernels_from_their_source(tmp_path: Path) -> None:
+    code = (
+        "import torch, ipex_xpu_kernels as xpu; xpu.activate(); x = torch.randn(5, 7)\n"
+        "xpu.set_kernel_mode('always'); y = x.to('xpu')\n"
+        "same = torch.testing.assert_close\n"
+        "same(y.sin().cpu(), x.sin()); same(y.exp().cpu(), x.exp()); same(y.softmax(-1).cpu(), x.softmax(-1))\n"
+        "stats = xpu.kernel_load_stats(); print(stats['translated'], stats['compiled'] >= 2)"
+    )
+    assert output(code, IPEX_XPU_SOURCE="1", IPEX_XPU_CACHE=str(tmp_path)) == "0 True"
