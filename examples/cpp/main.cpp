@@ -3,7 +3,8 @@
 //
 //   run_models FOLDER
 //
-// Nothing here calls ipex: linking its library is enough for the models to find their ops.
+// TorchScript files and AOTInductor packages find their ops once the library of ipex is linked; a
+// precompiled file has a reader of its own.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include <ipex/c_api.h>
+#include <ipex/torch/precompiled.h>
 
 namespace {
 
@@ -52,6 +54,9 @@ int main(int argc, char** argv) {
     torch::inductor::AOTIModelPackageLoader package(folder + "model.pt2");
     const torch::Tensor from_package = package.run({input}).at(0);
 
+    const ipex::Precompiled precompiled(folder + "model.safetensors");
+    const torch::Tensor from_program = precompiled({input}).at(0).toTensor();
+
     torch::jit::Module int8 = torch::jit::load(folder + "int8.ts");
     const c10::IValue arguments = read(folder + "int8_input.pt");
     const torch::Tensor from_int8 =
@@ -59,6 +64,7 @@ int main(int argc, char** argv) {
 
     bool all = same("TorchScript", from_script, wanted);
     all = same("AOTInductor", from_package, wanted) && all;
+    all = same("Precompiled", from_program, wanted) && all;
     all = same("INT8 TorchScript", from_int8, read(folder + "int8_output.pt").toTensor()) && all;
     return all ? 0 : 1;
   } catch (const std::exception& error) {

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write models in the forms that C++ can run, with inputs and the outputs for them: python make_models.py FOLDER.
 
-One model is written as TorchScript and as an AOTInductor package, another one as TorchScript with INT8 layers.
+One model is written as TorchScript, as an AOTInductor package and as a precompiled file, another one as TorchScript
+with INT8 layers.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def main(folder: Path) -> None:
     write_int8(folder)
     batch = torch.export.Dim("batch", min=1, max=4096)
     ipex.export(model, x, folder / "model.pt2", dynamic_shapes={"x": {0: batch}})
+    precompiled = ipex.precompile(model, (x,), dynamic_shapes={"x": {0: batch}})
+    precompiled.save(folder / "model.safetensors")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ set_target_properties(ipex_cpp PROPERTIES
   BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
 install(TARGETS ipex_cpp LIBRARY DESTINATION lib)
 
-# Headers that declare C functions and kernels, and what they include. Those in ipex/kernel need the flags of one ISA
-# level, those in ipex/glue need torch.
+# Headers that declare C functions and kernels, and what they include; those in ipex/torch need torch. Left out are
+# those in ipex/kernel, which need the flags of one ISA level, and in ipex/glue.
 set(_sdk ${CMAKE_CURRENT_BINARY_DIR})
-file(GLOB _headers RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/csrc/include CONFIGURE_DEPENDS csrc/include/ipex/*.h)
+file(GLOB _headers RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/csrc/include CONFIGURE_DEPENDS
+  csrc/include/ipex/*.h csrc/include/ipex/torch/*.h)
 foreach(_header IN LISTS _headers)
   configure_file(csrc/include/${_header} ${_sdk}/include/${_header} COPYONLY)
 endforeach()

@@ -257,9 +257,10 @@ def test_schemas_are_those_of_the_specs() -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_headers_stand_alone(tmp_path: Path) -> None:
-    """Each installed header compiles, as C++17; that of the C functions as C too, and no header needs torch."""
+    """Each installed header compiles, as C++17; that of the C functions as C too; only ipex/torch needs torch."""
     include = Path(ipex_cpu_kernels.cmake_prefix_path).parent.parent / "include"
-    headers = sorted(path.relative_to(include) for path in include.rglob("*.h"))
+    found = (path.relative_to(include) for path in include.rglob("*.h"))
+    headers = sorted(header for header in found if header.parent.name != "torch")
     assert Path("ipex/c_api.h") in headers and Path("ipex/ops/rms_norm/rms_norm.h") in headers
     paths = [f"-I{include}", f"-I{include / 'ipex' / 'ops'}"]
     source = tmp_path / "headers.cpp"
@@ -309,6 +310,7 @@ def test_example_program(tmp_path: Path) -> None:
         out = run(str(build / "run_models"), str(models), IPEX_CPU_ISA=level)
         assert "TorchScript: same as in Python" in out
         assert "AOTInductor: same as in Python" in out
+        assert "Precompiled: same as in Python" in out
         assert "INT8 TorchScript: same as in Python" in out
         assert f"ISA level {level}" in out
     # Without the library the models cannot run: it is what brings the ops.
@@ -317,6 +319,121 @@ def test_example_program(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code, str(models / file)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode != 0 and namespace in result.stderr
+
+
+PRECOMPILED = """
+#include <ipex/torch/precompiled.h>
+#include <torch/script.h>
+#include <fstream>
+#include <iostream>
+std::vector<at::Tensor> read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  std::vector<at::Tensor> tensors;
+  const c10::IValue list = torch::jit::pickle_load(bytes);
+  for (const c10::IValue& one : list.toListRef()) tensors.push_back(one.toTensor());
+  return tensors;
+}
+// run FILE INPUTS WANTED: compares; run FILE INPUTS: prints the error
+int main(int argc, char** argv) {
+  try {
+    const ipex::Precompiled model(argv[1]);
+    const std::vector<at::Tensor> inputs = read(argv[2]);
+    const std::vector<c10::IValue> got = model(inputs);
+    if (argc < 4) return 1;
+    const std::vector<at::Tensor> wanted = read(argv[3]);
+    for (std::size_t i = 0; i < wanted.size(); ++i)
+      if (!got.at(i).toTensor().equal(wanted[i])) return 2;
+    std::cout << "same " << wanted.size() << " " << got.size() << std::endl;
+  } catch (const c10::Error& error) {
+    std::cout << error.what_without_backtrace() << std::endl;
+  }
+}
+"""
+
+
+class Net(torch.nn.Module):
+    """A convolution, a linear layer, ops without an instruction, and a result that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 16, 3, padding=1)
+        self.linear = torch.nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.cumsum(torch.relu(self.conv(x)).mean((2, 3)) * scale, 1)
+        return self.linear(y), y.sort(dim=1)[0], x, x.shape[0] * 2
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_precompiled_files_without_python(tmp_path: Path) -> None:
+    """A program runs files with the bits of Python, and refuses what Python refuses."""
+    ipex = pytest.importorskip("ipex")
+    torch_folder, kernels = Path(torch.__path__[0]), LIBRARY.parent
+    include = Path(ipex_cpu_kernels.cmake_prefix_path).parent.parent / "include"
+    (tmp_path / "main.cpp").write_text(PRECOMPILED)
+    program = tmp_path / "run"
+    run(
+        *(COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", str(tmp_path / "main.cpp")),
+        *("-isystem", str(torch_folder / "include")),
+        *("-isystem", str(torch_folder / "include" / "torch" / "csrc" / "api" / "include")),
+        *(
+            f"-I{include}",
+            "-o",
+            str(program),
+            f"-L{torch_folder / 'lib'}",
+            "-ltorch",
+            "-ltorch_cpu",
+        ),
+        *("-lc10", "-Wl,--no-as-needed", str(LIBRARY), str(kernels / "libipex_cpu.so")),
+        f"-Wl,-rpath,{torch_folder / 'lib'}:{kernels}",
+    )
+    torch.manual_seed(0)
+    model = Net().eval()
+
+    def inputs(*sizes: int) -> list[torch.Tensor]:
+        return [torch.randn(sizes), torch.rand(16)]
+
+    def save(name: str, tensors: object) -> str:
+        torch.save(tensors, tmp_path / name)
+        return str(tmp_path / name)
+
+    batch, height = torch.export.Dim("batch", min=1, max=9), torch.export.Dim("height", min=2)
+    dynamic = {"x": {0: batch, 2: 2 * height + 1}, "scale": None}
+    with torch.no_grad():
+        for shapes, sizes in ((None, (2, 3, 5, 6)), (dynamic, (4, 3, 9, 6))):
+            made = ipex.precompile(model, tuple(inputs(2, 3, 5, 6)), dynamic_shapes=shapes)
+            assert made.calls
+            file = made.save(tmp_path / "model.safetensors")
+            given = inputs(*sizes)
+            wanted = [one for one in made(*given) if isinstance(one, torch.Tensor)]
+            files = (str(file), save("in.pt", given), save("out.pt", wanted))
+            assert run(str(program), *files) == "same 3 4\n"
+    x, scale = inputs(4, 3, 9, 6)
+    for wrong, text in (
+        (
+            [x.double(), scale],
+            "input x must be a dense tensor of float32 on the CPU, got CPUDouble",
+        ),
+        ([x[0], scale], "input x must have 4 dimensions, got 3"),
+        ([x[:, :2], scale], "input x must have size 3 in dimension 1 got shape [4, 2, 9, 6]"),
+        ([x[:, :, :8], scale], "must have size 2*"),
+        ([x.repeat(3, 1, 1, 1), scale], "in dimension 0, in its range, got shape [12, 3, 9, 6]"),
+        ([x], "the model takes 2 tensors, got 1"),
+    ):
+        assert text in run(str(program), str(file), save("wrong.pt", wrong))
+    whole = Path(file).read_bytes()
+    changed = bytearray(whole)
+    changed[-3] ^= 1
+    for content, text in (
+        (bytes(changed), "the contents are not what was written"),
+        (whole[:-8], "is not in the file"),
+        (whole[:40], "it is no complete safetensors file"),
+        (b"\xff" * 64, "it is no complete safetensors file"),
+    ):
+        (tmp_path / "bad.safetensors").write_bytes(content)
+        out = run(str(program), str(tmp_path / "bad.safetensors"), files[1])
+        assert text in out and "bad.safetensors must be a file of Precompiled.save" in out
 
 
 PROGRAM = """

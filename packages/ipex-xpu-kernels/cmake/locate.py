@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from pathlib import Path
 
@@ -33,8 +34,7 @@ places = [
     sycl_header.parent.parent,
     file_of("intel-sycl-rt", "libsycl.so"),
 ]
-try:
+# Needed to compile kernels only.
+with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     places.append(file_of("intel-opencl-rt", "libintelocl.so"))
-except importlib.metadata.PackageNotFoundError:
-    pass  # needed to compile kernels only
 print(";".join(str(place) for place in places), end="")

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ipex_core import explain, precompile
 from ipex_core.errors import ExportError, StaleWeightsError
-from ipex_core.precompiled.expressions import MOST_SIZES
+from ipex_core.precompiled.expressions import MOST_SIZES, postfix, solve
 from ipex_core.precompiled.lower import Run
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -677,3 +677,35 @@ def test_several_threads_may_call() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_sizes_that_follow_from_an_unnamed_one() -> None:
+    """A dimension may be an expression of a size that no dimension has alone."""
+    model = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.ReLU()).eval()
+    half = torch.export.Dim("half", min=2, max=20)
+    with torch.no_grad():
+        made = precompile(model, (torch.randn(2, 3, 8),), dynamic_shapes=({2: 2 * half},))
+        for size in (4, 8, 40):
+            x = torch.randn(2, 3, size)
+            torch.testing.assert_close(made(x), model(x))
+        for size in (7, 42):
+            with pytest.raises(ValueError, match="in dimension 2"):
+                made(torch.randn(2, 3, size))
+
+
+def test_expressions_in_order_of_evaluation() -> None:
+    assert postfix("2*s0 + Max(s1, 3)") == [
+        2,
+        {"size": "s0"},
+        ["Mult", 2],
+        {"size": "s1"},
+        3,
+        ["Max", 2],
+        ["Add", 2],
+    ]
+    assert postfix("1 < s0 <= 9")[-1] == ["And", 2]
+    assert solve("2*s0 + 1", 9, {}) == {"s0": 4}
+    assert solve("2*s0 + 1", 8, {}) == {} and solve("s0*s1", 6, {}) == {}
+    assert solve("s0*s1", 6, {"s1": 3}) == {"s0": 2}
+    with pytest.raises(ValueError, match="must be arithmetic"):
+        postfix("[s0]")

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ipex_core.errors import StaleWeightsError
 from ipex_core.fusion import GraphReport
 from ipex_core.library.spec import dtype_name
-from ipex_core.precompiled.expressions import Kept, evaluate
+from ipex_core.precompiled.expressions import Kept, evaluate, solve
 from ipex_core.precompiled.lower import Run
 from ipex_core.precompiled.run import Parts, first_values, run_plan
 
@@ -239,9 +239,19 @@ class _Sizes:
                 if isinstance(wanted, str) and wanted.isidentifier():
                     symbols.setdefault(wanted, size)
         for tensor, place in zip(tensors, places, strict=True):
+            for size, wanted in zip(tensor.shape, self._inputs[place].shape, strict=True):
+                if isinstance(wanted, str) and not wanted.isidentifier():
+                    symbols.update(solve(wanted, size, symbols))
+        for tensor, place in zip(tensors, places, strict=True):
             for dim, wanted in enumerate(self._inputs[place].shape):
                 size = tensor.shape[dim]
-                expected = wanted if isinstance(wanted, int) else evaluate(wanted, symbols)
+                try:
+                    expected = wanted if isinstance(wanted, int) else evaluate(wanted, symbols)
+                except ValueError:  # no size has this value
+                    raise ValueError(
+                        f"{self._where(place)} must have a size that is {wanted} in dimension {dim}, got shape"
+                        f" {list(tensor.shape)}"
+                    ) from None
                 low, high = self._ranges.get(str(wanted), (0, None))
                 if size != expected:
                     text = expected if isinstance(wanted, int) else f"{wanted} = {expected}"

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["MOST_SIZES", "Kept", "evaluate"]
+__all__ = ["MOST_SIZES", "Kept", "evaluate", "postfix", "solve"]
 
 #: How many kinds of sizes keep the numbers that follow from them.
 MOST_SIZES = 64
@@ -113,6 +113,71 @@ def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
         case ast.Call(func=ast.Name(id=name), keywords=[]):
             return _FUNCTIONS[name](*(_value(one, symbols) for one in node.args))
     raise KeyError
+
+
+def solve(text: str, value: int, symbols: Mapping[str, int]) -> dict[str, int]:
+    """Return the size that a linear expression, such as ``2*s0 + 1``, needs to have a value.
+
+    Args:
+        text: The expression.
+        value: What it is equal to.
+        symbols: The sizes that are known.
+
+    Returns:
+        The name of the size and its value; empty where all sizes are known, several are not, or none fits.
+    """
+    unknown = {n.id for n in ast.walk(_tree(text)) if isinstance(n, ast.Name)} - set(symbols)
+    unknown -= set(_FUNCTIONS)
+    if len(unknown) != 1:
+        return {}
+    (name,) = unknown
+    first, second = (evaluate(text, {**symbols, name: at}) for at in (0, 1))
+    step = second - first
+    if step == 0 or (value - first) % step:
+        return {}
+    return {name: int((value - first) // step)}
+
+
+def postfix(text: str) -> list[Any]:
+    """Return an expression with each function behind its arguments, as the reader in C++ takes it.
+
+    Numbers are themselves, a size that varies is ``{"size": name}``, a function is ``[name, number of arguments]``.
+    """
+    found: list[Any] = []
+
+    def add(node: Any) -> None:
+        match node:
+            case ast.Constant(value=value):
+                found.append(value)
+                return
+            case ast.Name(id=name):
+                found.append({"size": name})
+                return
+            case ast.BinOp(left=left, op=op, right=right):
+                values, name = [left, right], type(op).__name__
+            case ast.UnaryOp(op=op, operand=operand):
+                values, name = [operand], type(op).__name__
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                both = list(zip([left, *others[:-1]], ops, others, strict=True))
+                for a, comparison, b in both:
+                    add(a)
+                    add(b)
+                    found.append([type(comparison).__name__, 2])
+                if len(both) > 1:
+                    found.append(["And", len(both)])
+                return
+            case ast.BoolOp(op=op, values=values):
+                name = type(op).__name__
+            case ast.Call(func=ast.Name(id=name), args=values):
+                pass
+            case _:
+                raise ValueError(f"an expression of sizes must be arithmetic, got {text!r}")
+        for one in values:
+            add(one)
+        found.append([name, len(values)])
+
+    add(_tree(text))
+    return found
 
 
 class Kept(dict[Any, tuple[int, ...]]):

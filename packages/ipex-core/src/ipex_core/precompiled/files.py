@@ -26,10 +26,12 @@ from ipex_core._version import __version__
 from ipex_core.errors import MissingComponentError
 from ipex_core.kernels.providers import KERNEL_API
 from ipex_core.library.spec import dtype_name
+from ipex_core.precompiled.expressions import postfix
 from ipex_core.precompiled.graph import Input
 from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
 from ipex_core.precompiled.run import Parts
 from ipex_core.program import Program, ProgramBuilder, Register
+from ipex_core.program.run import encode
 
 __all__ = ["load", "save"]
 
@@ -147,6 +149,8 @@ def _document(parts: Parts, tensors: _Tensors) -> dict[str, Any]:
         "out_spec": pytree.treespec_dumps(parts.out_spec),
         "ranges": {name: list(span) for name, span in parts.ranges.items()},
         "conditions": list(parts.conditions),
+        # For readers in C++, as the code of programs is.
+        "expressions": {text: postfix(text) for text in _expressions(parts)},
         "memory": list(parts.memory),
         "plan": {
             "steps": [_step(step, tensors) for step in plan.steps],
@@ -160,13 +164,21 @@ def _document(parts: Parts, tensors: _Tensors) -> dict[str, Any]:
     }
 
 
+def _expressions(parts: Parts) -> list[str]:
+    sizes = [size for one in parts.inputs for size in one.shape if isinstance(size, str)]
+    return list(dict.fromkeys([*sizes, *parts.conditions, *parts.plan.sizes]))
+
+
 def _step(step: Run | Call, tensors: _Tensors) -> dict[str, Any]:
     common = {"results": list(step.results), "frees": list(step.frees)}
     if isinstance(step, Call):
         kwargs = {name: _encode(value) for name, value in step.kwargs}
         return {"call": step.name, "args": _encode(step.args), "kwargs": kwargs, **common}
     program = step.program
+    code, text = encode(program)
     written = {
+        "code": code,
+        "text": text.decode(),
         "inputs": [[r.index, r.kind, r.name] for r in program.registers_of_inputs],
         "constants": [[index, tensors.name(t)] for index, t in program.constants.items()],
         "instructions": [

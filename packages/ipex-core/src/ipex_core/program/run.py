@@ -295,8 +295,12 @@ class NativeProgram:
     def _make(self, program: Program) -> int | None:
         if not _is_supported(program):
             return None
-        code, text = _Encoder().encode(program)
-        handle = torch.ops.ipex.program_create(code, text, list(program.constants.values()))
+        code, text = encode(program)
+        handle = torch.ops.ipex.program_create(
+            torch.tensor(code, dtype=torch.int64),
+            torch.tensor(list(text), dtype=torch.uint8),
+            list(program.constants.values()),
+        )
         # Not at the end of the process: memory is given back anyway, and torch may be half gone.
         weakref.finalize(self, _free, handle).atexit = False
         return int(handle)
@@ -327,6 +331,11 @@ def _is_supported(program: Program) -> bool:
     return all(one.op in BUILTINS or one.op in provider.ops for one in program.instructions)
 
 
+def encode(program: Program) -> tuple[list[int], bytes]:
+    """Return a program as the native decoder reads it: words of 64 bits, and the text that they point into."""
+    return _Encoder().encode(program)
+
+
 class _Encoder:
     """Writes a program as a list of words, with all its strings in one text."""
 
@@ -335,8 +344,8 @@ class _Encoder:
         self._text = bytearray()
         self._strings: dict[str, tuple[int, int]] = {}
 
-    def encode(self, program: Program) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the words (int64) and the text (uint8), both 1-D."""
+    def encode(self, program: Program) -> tuple[list[int], bytes]:
+        """Return the words, of 64 bits, and the text."""
         words = self._words
         words += [_VERSION, program.registers]
         self._list([r.index for r in program.registers_of_inputs if r.kind == "tensor"])
@@ -351,8 +360,7 @@ class _Encoder:
                 self._argument(value)
             self._list(list(one.results))
             self._list([2 * index + (index in one.recycles) for index in one.frees])
-        text = torch.tensor(list(self._text), dtype=torch.uint8)
-        return torch.tensor(words, dtype=torch.int64), text
+        return words, bytes(self._text)
 
     def _list(self, values: list[int]) -> None:
         self._words += [len(values), *values]
