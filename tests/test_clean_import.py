@@ -53,10 +53,14 @@ def probe(module: str) -> dict[str, object]:
     return found
 
 
+#: What an import replaces: scripts of IPEX trace in a region of autocast (`ipex.compat.jit_trace`).
+REPLACED = {"intel_extension_for_pytorch": ["jit.trace"]}
+
+
 @pytest.mark.parametrize("module", ["ipex", "intel_extension_for_pytorch", "ipex_core"])
 def test_import_has_no_side_effects(module: str) -> None:
     found = probe(module)
-    assert found["changed"] == []
+    assert found["changed"] == REPLACED.get(module, [])
     assert found["threads"] and found["logging"]
     loaded = found["loaded"]
     assert isinstance(loaded, list)

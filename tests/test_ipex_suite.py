@@ -118,11 +118,18 @@ def test_comparison_and_update(tmp_path):
     assert rows["a.py::known"].reason == "open: our reason" and "a.py::gone" not in rows
     assert rows["a.py::mended"] == row("a.py::mended", "passed") and "b.py::other" in rows
     assert rows["a.py::new"].kind == "log" and rows["a.py::t"].reason == "open: ValueError: x"
+    part = suite.merge(old, new, whole=False)
+    assert part["a.py::gone"] == old["a.py::gone"] and part["a.py::new"] == rows["a.py::new"]
     suite.write(rows, tmp_path / "table.tsv")
     assert suite.read(tmp_path / "table.tsv") == rows
     text = suite.rates(rows.values())
     assert "| of public API and ops: pass | 2 of 4 (50 %) |" in text
     assert "| all that run: pass | 2 of 5 (40 %) |" in text
+    stock = {**rows, "c.py::t": row("c.py::t", "failed", "stock: x")}
+    text = suite.rates(stock.values())
+    assert "| of public API and ops: pass | 2 of 5 (40 %) |" in text
+    assert "torch or transformers themselves: pass | 2 of 4 (50 %) |" in text
+    text = suite.rates(rows.values())
     page = tmp_path / "page.md"
     page.write_text(f"before\n{suite.START}\nold\n{suite.END}\nafter\n")
     suite.put(text, page)
@@ -130,6 +137,11 @@ def test_comparison_and_update(tmp_path):
     page.write_text("no marks")
     with pytest.raises(ValueError, match="must have the lines"):
         suite.put(text, page)
+
+
+def test_kind_of_a_statement_of_several_lines():
+    text = "AssertionError: False is not true | self.assertTrue(\n    any(n.kind() == kind\n    for n in nodes))"
+    assert suite.classify("failed", text).startswith("nodes: AssertionError")
 
 
 def test_arguments(tmp_path, capsys):

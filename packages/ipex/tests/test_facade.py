@@ -428,3 +428,83 @@ def test_the_launcher_under_its_old_name_is_the_same_module():
 
     assert old is launch is ipex.cpu.launch
     assert CPUPoolList is launch.CPUPoolList
+
+
+# --- torch.jit.trace under the old name -------------------------------------------------------------------------------
+
+_TRACE = """
+    import torch
+    stock = torch.jit.trace
+    {first}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).eval()
+    x = torch.ones(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        traced = torch.jit.trace(model, x)
+        assert torch.is_autocast_cache_enabled()
+    assert torch.equal(traced(x), expected)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.jit.trace(lambda x: 1 / 0, x)
+    except ZeroDivisionError:
+        pass
+    assert torch.is_autocast_cache_enabled()
+"""
+
+
+def test_old_name_traces_under_autocast():
+    first = """import ipex
+    assert torch.jit.trace is stock
+    import intel_extension_for_pytorch as old
+    import importlib
+    importlib.reload(old)
+    assert torch.jit.trace.__wrapped__ is stock and torch.jit.trace.__name__ == "trace\""""
+    _check(_TRACE.format(first=first))
+
+
+def test_new_name_leaves_trace_alone():
+    first = "import ipex, ipex.jit, ipex.amp\n    assert torch.jit.trace is stock"
+    done = _python(_TRACE.format(first=first))
+    assert "Cannot insert a Tensor that requires grad" in done.stderr
+
+
+def test_trace_is_put_back():
+    code = """
+        import torch
+        stock = torch.jit.trace
+        import intel_extension_for_pytorch
+        from ipex.compat import jit_trace
+        assert jit_trace.wrapped() and jit_trace.unwrap() and not jit_trace.unwrap()
+        assert torch.jit.trace is stock and not jit_trace.wrapped()
+    """
+    _check(code)
+
+
+def test_trace_is_left_alone_on_request(monkeypatch):
+    monkeypatch.setenv("IPEX_WRAP_TRACE", "0")
+    code = """
+        import torch
+        stock = torch.jit.trace
+        import intel_extension_for_pytorch
+        assert torch.jit.trace is stock
+    """
+    _check(code)
+
+
+def test_wrapper_over_the_wrapped_trace_stays():
+    code = """
+        import functools
+        import torch
+        import intel_extension_for_pytorch
+        from ipex.compat import jit_trace
+        ours = torch.jit.trace
+
+        @functools.wraps(ours)
+        def other(*args, **kwargs):
+            return ours(*args, **kwargs)
+
+        torch.jit.trace = other
+        assert jit_trace.wrap() and torch.jit.trace is other
+        assert not jit_trace.unwrap() and torch.jit.trace is other
+    """
+    _check(code)

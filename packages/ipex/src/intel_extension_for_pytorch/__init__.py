@@ -3,6 +3,8 @@
 
 Dotted names below it (``intel_extension_for_pytorch.nn``) are found by `ipex.compat.migration` and are the
 same modules.
+
+Importing it wraps `torch.jit.trace`, as IPEX did: `ipex.compat.jit_trace`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import ipex
 from ipex import __all__ as __all__
+from ipex.compat import migration
 
 #: The release of IPEX whose names and arguments are here: programs ask for a least version before they call.
 __version__ = "2.8.0+cpu"
@@ -22,3 +25,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return dir(ipex)
+
+
+if not migration.started_by_dash_m():  # commands start without torch
+    from ipex.compat import jit_trace
+
+    jit_trace.wrap()

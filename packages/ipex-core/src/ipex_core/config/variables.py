@@ -225,6 +225,16 @@ VARIABLES: Mapping[str, Variable] = {
             "Sums over the processes of one host go through memory that they share; 0: through the backend of "
             "torch.distributed.",
         ),
+        Variable(
+            "IPEX_WRAP_TRACE",
+            "wrap_trace",
+            "bool",
+            _parse_bool,
+            True,
+            "0, 1 (also false/true, off/on, no/yes)",
+            "`import intel_extension_for_pytorch` wraps torch.jit.trace, so that programs can be traced in a region of "
+            "autocast (ipex.compat.jit_trace); 0: it does not. `import ipex` never does.",
+        ),
         # The xpu device reads these when torch is imported, before there is any configuration.
         Variable(
             "IPEX_XPU_DEVICE",

@@ -20,6 +20,29 @@ void load_bias(const void* bias, bool is_f32, int64_t column, int64_t count, flo
   }
 }
 
+// C[rows][64] = A[rows][k] * panels. Sums of float are made in blocks along k: the rounding error
+// of one long sum grows with its length.
+template <class T>
+IPEX_INLINE void product(TileScope& scope, const T* a, int64_t lda, int64_t rows, const T* p0,
+                         const T* p1, int64_t k, float* c) {
+  constexpr int64_t ldc = 2 * kPanel;
+  if constexpr (kReducedPrecision<T>) {
+    multiply(scope, a, lda, rows, p0, p1, k, c, ldc, false);
+  } else {
+    alignas(64) float part[kRowStep<T> * ldc];
+    multiply(scope, a, lda, rows, p0, p1, k < kDepth ? k : kDepth, c, ldc, false);
+    for (int64_t d = kDepth; d < k; d += kDepth) {
+      const int64_t depth = k - d < kDepth ? k - d : kDepth;
+      const T* q1 = p1 ? p1 + d * kPanel : nullptr;
+      multiply(scope, a + d, lda, rows, p0 + d * kPanel, q1, depth, part, ldc, false);
+      const int64_t width = p1 ? ldc : kPanel;
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < width; i += kLanes)
+          store(c + r * ldc + i, load(c + r * ldc + i) + load(part + r * ldc + i));
+    }
+  }
+}
+
 // The gate's activation times the other half, for 32 features of each row of c.
 template <class T>
 IPEX_INLINE void finish_pair(const ExpertsArgs& args, const float* c, int64_t ldc, int64_t rows,
@@ -67,7 +90,7 @@ IPEX_INLINE void up(const ExpertsArgs& args, const ExpertJob& job, const T* a, i
     load_bias<T>(job.w13_bias, args.w13_bias_is_f32, job.inner + column, count, up_bias);
     for (int64_t r = 0; r < rows; r += kRowStep<T>) {
       const int64_t n = rows - r < kRowStep<T> ? rows - r : kRowStep<T>;
-      multiply(scope, a + r * lda, lda, n, panel, panel + size, args.hidden, c, ldc, false);
+      product(scope, a + r * lda, lda, n, panel, panel + size, args.hidden, c);
       T* to = static_cast<T*>(job.middle) + (row + r) * job.middle_stride + column;
       finish_pair(args, c, ldc, n, gate_bias, up_bias, to, job.middle_stride);
     }
@@ -122,8 +145,7 @@ IPEX_INLINE void down(const ExpertsArgs& args, int64_t token_begin, int64_t toke
       for (int64_t r = begin; r < end; r += kRowStep<T>) {
         const int64_t n = end - r < kRowStep<T> ? end - r : kRowStep<T>;
         const T* a = static_cast<const T*>(job.middle) + r * job.middle_stride;
-        multiply(scope, a, job.middle_stride, n, panel, two ? panel + size : nullptr, job.inner, c,
-                 ldc, false);
+        product(scope, a, job.middle_stride, n, panel, two ? panel + size : nullptr, job.inner, c);
         for (int64_t i = 0; i < n; ++i) {
           const int64_t token = job.tokens ? job.tokens[r + i] : r + i;
           const f32v weight = set1(job.weights ? job.weights[r + i] : 1.0f);

@@ -15,6 +15,7 @@ import torch
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
+from ipex_quant.formats.patterns import match
 from ipex_quant.weight.layouts import unpack_words, unsigned_weight
 from ipex_quant.weight.tensor import QuantizedWeight, is_integer, movable
 
@@ -109,7 +110,7 @@ def _scheme(op: str, method: str, config: Mapping[str, Any], name: str) -> Layer
         return LayerScheme(method)
     if method in ("int8", "fp8"):
         return LayerScheme(method, block=_block(op, config.get("weight_block_size")))
-    values = {**config, **_override(config, name)}
+    values = {**config, **_override(op, config, name)}
     bits = values.get("bits", values.get("w_bit", 4))
     group = values.get("group_size", values.get("q_group_size"))
     _check_numbers(op, name, bits, group)
@@ -139,22 +140,22 @@ def _check_numbers(op: str, name: str, bits: Any, group: Any) -> None:
     check(fits, op, f"group_size of {name}", "be -1 or positive", group)
 
 
-def _override(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _override(op: str, config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return what a configuration says about single layers: by name (AutoRound) or pattern (GPTQModel)."""
     extra = config.get("extra_config") or {}
     found: dict[str, Any] = dict(extra.get(name) or {})
     for pattern, values in extra.items():
-        if pattern != name and any(c in pattern for c in "*[(|\\") and _matches(pattern, name):
+        if pattern != name and any(c in pattern for c in "*[(|\\") and _matches(op, pattern, name):
             found = {**values, **found}
     for pattern, values in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-") and re.match(pattern.removeprefix("+:"), name):
+        if not pattern.startswith("-") and match(op, pattern.removeprefix("+:"), name):
             return {**found, **values}
     return found
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _matches(op: str, pattern: str, name: str) -> bool:
     try:
-        return re.fullmatch(pattern, name) is not None
+        return match(op, pattern, name, whole=True)
     except re.error:
         return False
 
@@ -171,7 +172,7 @@ def _block(op: str, block: Any) -> tuple[int, int] | None:
 def _compressed(op: str, config: Mapping[str, Any], name: str) -> LayerScheme:
     groups = config.get("config_groups") or {}
     check(bool(groups), op, "config_groups", "have a group", groups)
-    group = _target(groups, name)
+    group = _target(op, groups, name)
     weights = group.get("weights") or {}
     form = group.get("format") or config.get("format") or "pack-quantized"
     check(form in _FORMATS, op, "format", f"be one of {', '.join(_FORMATS)}", form)
@@ -196,12 +197,12 @@ def _compressed(op: str, config: Mapping[str, Any], name: str) -> LayerScheme:
     )
 
 
-def _target(groups: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _target(op: str, groups: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the group of settings that a layer belongs to: by name, by pattern, or as a linear layer."""
     usual: Mapping[str, Any] | None = None
     for group in groups.values():
         for target in group.get("targets") or ["Linear"]:
-            pattern = target.startswith("re:") and re.match(target[3:], name)
+            pattern = target.startswith("re:") and match(op, target[3:], name)
             if target == name or name.endswith(f".{target}") or pattern:
                 return group  # type: ignore[no-any-return]
             if target == "Linear" and usual is None:
