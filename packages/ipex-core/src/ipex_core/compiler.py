@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from ipex_core.errors import FallbackError
 from ipex_core.fusion import GraphReport
+from ipex_core.util.weights import Weights
 
 __all__ = [
     "CompiledGraph",
@@ -254,25 +255,16 @@ class FrozenGraph(CompiledGraph):
         super().__init__(compiled, report)
         self._kept = kept
         self._n_inputs = n_inputs
-        self._weights = weights
-        self._state = self._weight_state()
+        self._weights = Weights(weights)
         self._unfrozen = unfrozen
         self._stale = False
-
-    def _weight_state(self) -> list[tuple[int, int]]:
-        # Versions catch in-place updates (load_state_dict), pointers catch `p.data = ...`. Inference tensors have no
-        # version counter, packed oneDNN weights have no pointer. About 0.1 us per weight.
-        return [
-            (0 if w.is_inference() else w._version, id(w) if w.is_mkldnn else w.data_ptr())
-            for w in self._weights
-        ]
 
     def __call__(self, *args: Any) -> Any:
         # Dynamo reads the inputs to pass from the graph that was edited, and so leaves the lifted ones out. A wrapper
         # between Dynamo and us may still pass them all.
         if len(args) == self._n_inputs != len(self._kept):
             args = tuple(args[i] for i in self._kept)
-        if self._stale or self._weight_state() != self._state:
+        if self._stale or not self._weights.same():
             return self._run_unfrozen(args)
         return self._compiled(*args)
 

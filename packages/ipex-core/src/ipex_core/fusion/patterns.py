@@ -66,7 +66,12 @@ ACTIVATIONS: Mapping[str, Any] = {
 _WIDE = ("wide", "x")
 
 #: Of ``x``, without what may follow: weight, bias and the conversion back.
-RMS_NORM = ("mul", _WIDE, ("rsqrt", ("shift", ("row_mean", _square(_WIDE)), "#eps")))
+_MEAN_SQUARE = ("shift", ("row_mean", _square(_WIDE)), "#eps")
+RMS_NORM = [
+    ("mul", _WIDE, ("rsqrt", _MEAN_SQUARE)),
+    ("div", _WIDE, ("sqrt", _MEAN_SQUARE)),
+    ("mul", _WIDE, ("pow", _MEAN_SQUARE, -0.5)),
+]
 LAYER_NORM = (
     "mul",
     ("sub", _WIDE, ("row_mean", _WIDE)),
@@ -116,7 +121,7 @@ class Found:
         known = self.values.get(word, self)
         if known is self:
             yield Found({**self.values, word: value}, self.passed)
-        elif known is value or (isinstance(value, float) and known == value):
+        elif known == value:  # nodes are equal to themselves alone
             yield self
 
     def over(self, *nodes: Any) -> Found:

@@ -274,7 +274,8 @@ def half_of_last(node: Any) -> tuple[fx.Node, int, fx.Node] | None:
 #: Ops that descriptions name.
 _NAMED = (
     *(aten.add.Tensor, aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.sub.Tensor),
-    *(aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar, aten.rsqrt.default),
+    *(aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar),
+    *(aten.sqrt.default, aten.rsqrt.default),
     *(aten.relu.default, aten.silu.default, aten.sigmoid.default, aten.erf.default),
     *(aten.tanh.default, aten.exp.default, aten.neg.default),
     *(aten.where.self, aten.eq.Scalar, aten.logical_not.default),
@@ -322,7 +323,7 @@ class _Reader(Reader):
             return name, node.args[:1], tuple(dict.fromkeys((value, node)))
         if value.target not in _NAMED or value.kwargs:
             return None
-        return value.target._opname, value.args, (value,)  # type: ignore[union-attr]
+        return value.target._opname, value.args, (value,)
 
     def number(self, value: Any) -> float | None:
         return number(value)

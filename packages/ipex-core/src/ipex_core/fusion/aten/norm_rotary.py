@@ -55,7 +55,7 @@ class _Norm:
 
 def fuse_norms(ctx: Context) -> None:
     """Replace norms by ``ipex::rms_norm`` and ``ipex::layer_norm``."""
-    for node in ctx.nodes(aten.rsqrt.default):
+    for node in ctx.nodes(aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar):
         product = next(iter(node.users), node)
         for name, description in (("rms_norm", RMS_NORM), ("layer_norm", LAYER_NORM)):
             found = READER.find(description, product)
