@@ -576,7 +576,7 @@ class Rewriter(Editor):
         self.upgrade("linear")
         return f"linear + {name}"
 
-    def _linear_binary(self, node: Node, script: str, name: str) -> str | None:
+    def _linear_binary(self, node: Node, name: str) -> str | None:
         a, b = list(node.inputs())[:2]
         for value, other in ((b, a), (a, b)):
             if not is_tensor(other):
@@ -584,9 +584,10 @@ class Rewriter(Editor):
             linear = self._plain_linear(value, node)
             if linear is None or is_constant(other):
                 continue
-            x, w, n, bias, _, post, *_ = linear.inputs()
-            text = constant(post)
-            new = self.call(script, [x, w, n, bias, post, other], node)
+            after = [other, None, None] if name == "mul" else [None, other, None]
+            text = constant(linear.inputsAt(5))
+            given = [linear.inputsAt(i) for i in (0, 1, 2, 3, 5)]
+            new = self.call("linear", [*given, *after], node)
             self.replace(node, new)
             self._sums.add(new.debugName())
             linear.destroy()
@@ -596,12 +597,12 @@ class Rewriter(Editor):
         return None
 
     def _linear_mul(self, node: Node) -> str | None:
-        return self._linear_binary(node, "linear_mul", "mul")
+        return self._linear_binary(node, "mul")
 
     def _linear_add(self, node: Node) -> str | None:
         if node.inputsSize() != 3 or constant(node.inputsAt(2)) != 1:
             return None
-        return self._linear_binary(node, "linear_add", "add")
+        return self._linear_binary(node, "add")
 
     # ---- norms and activations
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ipex_core.module_swap.base import has_hooks
-from ipex_core.module_swap.forward import InstanceForward, generate, resolve
+from ipex_core.module_swap.forward import GeneratedForward, generate
 from ipex_core.nn import functional
 from ipex_core.util.symbolic import Tracer
 from ipex_quant.int8.dataflow import Add, Event, Flow, activation_of
@@ -22,7 +21,7 @@ from ipex_quant.int8.modules.pool import Mean
 from ipex_quant.util.modules import replace_module
 
 
-class RewrittenForward(InstanceForward):
+class RewrittenForward(GeneratedForward):
     """Runs other code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
     Unlike the forwards that ``optimize`` installs it stays for good: the modules that it calls compute other things
@@ -38,25 +37,15 @@ class RewrittenForward(InstanceForward):
     def __init__(
         self, module: nn.Module, source: str, names: dict[str, str], lines: list[str]
     ) -> None:
-        super().__init__(module)
-        self.source = source
-        self.names = names
+        super().__init__(module, source, names)
         self.lines = lines
-        namespace = {name: resolve(path) for name, path in names.items()}
-        exec(compile(source, "<ipex rewritten forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
-        self._function: Callable[..., Any] = namespace["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the code on the module."""
         return self._function(self._module(), *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = copy.deepcopy(self._module(), memo)
-        assert module is not None
-        return RewrittenForward(module, self.source, self.names, self.lines)
-
-    def __reduce__(self) -> Any:
-        return RewrittenForward, (self._module(), self.source, self.names, self.lines)
+    def _rest(self) -> tuple[Any, ...]:
+        return (self.lines,)
 
 
 # --- rewriting a float model ------------------------------------------------------------------------------------------
