@@ -71,14 +71,6 @@ def _mul_check(a: Arguments) -> None:
     check_approximate(a.op, a.approximate)
 
 
-def _fake(a: Arguments) -> Tensor:
-    return fake_like(a.x)
-
-
-def _mul_fake(a: Arguments) -> Tensor:
-    return fake_like(a.gate)
-
-
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     for approximate in APPROXIMATE:
         for name, x in row_samples(dtype):
@@ -134,7 +126,7 @@ register(
         schema='(Tensor x, str approximate="none") -> Tensor',
         reference=_gelu,
         check=_check,
-        fake=_fake,
+        fake=lambda a: fake_like(a.x),
         samples=_samples,
         stock=lambda x, approximate="none": functional.gelu(x, approximate=approximate),
         bench=_bench,
@@ -147,7 +139,7 @@ register(
         schema='(Tensor gate, Tensor up, str approximate="none") -> Tensor',
         reference=_gelu_mul,
         check=_mul_check,
-        fake=_mul_fake,
+        fake=lambda a: fake_like(a.gate),
         autocast="widest_type",
         samples=_mul_samples,
         stock=_stock_mul,
@@ -175,14 +167,6 @@ def _gelu_quick(x: Tensor) -> Tensor:
     return (y * torch.sigmoid(1.702 * y)).to(x.dtype)
 
 
-def _quick_check(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x, min_dim=0)
-
-
-def _quick_fake(a: Arguments) -> torch.Tensor:
-    return fake_like(a.x)
-
-
 def _quick_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, x in row_samples(dtype):
         yield Sample((x,), id=name)
@@ -202,8 +186,8 @@ register(
         name="gelu_quick",
         schema="(Tensor x) -> Tensor",
         reference=_gelu_quick,
-        check=_quick_check,
-        fake=_quick_fake,
+        check=lambda a: check_tensor(a.op, "x", a.x, min_dim=0),
+        fake=lambda a: fake_like(a.x),
         samples=_quick_samples,
         stock=lambda x: x * torch.sigmoid(1.702 * x),
         bench=_quick_bench,
@@ -313,10 +297,6 @@ def _gated_check(a: Arguments) -> None:
     check_like(a.op, "up", a.up, a.gate, of="gate")
 
 
-def _pair_fake(a: Arguments) -> Tensor:
-    return fake_like(a.gate)
-
-
 def _gated_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, gate in row_samples(dtype):
         yield Sample((gate, randn(*gate.shape, dtype=dtype, seed=41)), id=name)
@@ -340,7 +320,7 @@ register(
         schema="(Tensor gate, Tensor up) -> Tensor",
         reference=_silu_mul,
         check=_gated_check,
-        fake=_pair_fake,
+        fake=lambda a: fake_like(a.gate),
         autocast="widest_type",
         samples=_gated_samples,
         stock=lambda gate, up: functional.silu(gate) * up,
@@ -384,10 +364,6 @@ def _check_even(op: str, x: Tensor) -> None:
     check_tensor(op, "x", x)
     columns = x.shape[-1]
     check(columns % 2 == 0, op, "x", "have a last dimension of even size", columns)
-
-
-def _silu_check(a: Arguments) -> None:
-    _check_even(a.op, a.x)
 
 
 def _gelu_check(a: Arguments) -> None:
@@ -441,7 +417,7 @@ register(
         name="silu_and_mul",
         schema="(Tensor x) -> Tensor",
         reference=_silu_and_mul,
-        check=_silu_check,
+        check=lambda a: _check_even(a.op, a.x),
         fake=_gated_fake,
         samples=_silu_samples,
         stock=_stock_silu,

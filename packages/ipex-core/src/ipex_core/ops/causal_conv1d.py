@@ -196,10 +196,6 @@ def _update_check(a: Arguments) -> None:
         check_shape(a.op, "cache_seqlens", a.cache_seqlens, [batch])
 
 
-def _update_fake(a: Arguments) -> Tensor:
-    return fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape)
-
-
 def _filter(dtype: torch.dtype, dim: int, width: int) -> tuple[Tensor, Tensor]:
     return randn(dim, width, dtype=dtype, seed=81, scale=0.5), randn(dim, dtype=dtype, seed=82)
 
@@ -352,7 +348,7 @@ register(
         ),
         reference=_causal_conv1d_update,
         check=_update_check,
-        fake=_update_fake,
+        fake=lambda a: fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape),
         samples=_update_samples,
         stock=_update_stock,
         backward=None,

@@ -369,10 +369,6 @@ def _mla_check(a: Arguments) -> None:
         )
 
 
-def _mla_fake(a: Arguments) -> Tensor:
-    return a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank)
-
-
 def _arguments(
     dtype: torch.dtype,
     lengths: list[int],
@@ -449,7 +445,7 @@ register(
         ),
         reference=_mla,
         check=_mla_check,
-        fake=_mla_fake,
+        fake=lambda a: a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank),
         samples=_mla_samples,
         stock=_mla_stock,
         backward=None,

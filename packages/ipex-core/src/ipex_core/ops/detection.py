@@ -111,10 +111,6 @@ def _check(a: Arguments) -> None:
     a.require(math.isfinite(a.offset), "offset", "be finite", f"{a.offset:g}")
 
 
-def _fake(a: Arguments) -> Tensor:
-    return torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device)
-
-
 def random_boxes(*shape: int, dtype: torch.dtype, seed: int, size: float = 300.0) -> Tensor:
     """Return ``[..., 4]`` boxes of many sizes in an image of ``size`` pixels."""
     generator = torch.Generator().manual_seed(seed)
@@ -203,7 +199,7 @@ register(
         ),
         reference=_nms_mask,
         check=_check,
-        fake=_fake,
+        fake=lambda a: torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device),
         samples=_samples,
         stock=_stock,
         backward=None,
@@ -256,10 +252,6 @@ def _boxes_check(a: Arguments) -> None:
     fine = a.priors.dim() > 0 and a.priors.shape[-1] == 4
     a.require(fine, "priors", "have shape [..., 4]", list(a.priors.shape))
     check_broadcastable(a.op, "priors", a.priors, shape, "locations")
-
-
-def _boxes_fake(a: Arguments) -> Tensor:
-    return fake_like(a.locations)
 
 
 def _priors(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -315,7 +307,7 @@ register(
         ),
         reference=_locations_to_boxes,
         check=_boxes_check,
-        fake=_boxes_fake,
+        fake=lambda a: fake_like(a.locations),
         samples=_boxes_samples,
         stock=_boxes_stock,
         tolerance={

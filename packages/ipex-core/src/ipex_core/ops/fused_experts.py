@@ -487,10 +487,6 @@ def _check_shared(
         )
 
 
-def _fake(a: Arguments) -> Tensor:
-    return torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format)
-
-
 def _stock_args(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, inner: int
 ) -> tuple[Any, ...]:
@@ -532,7 +528,7 @@ register(
         ),
         reference=_fused_experts,
         check=_check,
-        fake=_fake,
+        fake=lambda a: torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format),
         samples=expert_samples,
         stock=_stock,
         stock_args=_stock_args,

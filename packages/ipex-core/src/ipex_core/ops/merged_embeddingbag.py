@@ -572,10 +572,6 @@ def _int8_check(a: Arguments) -> None:
     check_dense(_NAME, a.dense, a.weights, a.offsets, a.include_last_offset)
 
 
-def _int8_fake(a: Arguments) -> Tensor:
-    return a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1])
-
-
 def _quantized(tables: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     pairs = [quantize_table(table) for table in tables]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -655,7 +651,7 @@ register(
         ),
         reference=_int8_forward,
         check=_int8_check,
-        fake=_int8_fake,
+        fake=lambda a: a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1]),
         samples=_int8_samples,
         stock=_int8_stock,
         stock_args=_stock_args,

@@ -215,14 +215,6 @@ def _check_values(
     check(fine, op, name, f"have shape {list(shape)}", list(value.shape))
 
 
-def _embedding_fake(a: Arguments) -> Tensor:
-    return a.table.new_empty(a.idx.shape[0], a.table.shape[1])
-
-
-def _update_fake(a: Arguments) -> Tensor:
-    return torch.empty(1, dtype=torch.bool, device=a.k.device)
-
-
 def _embedding_samples(dtype: torch.dtype) -> Iterator[Sample]:
     table = randn(7, 33, dtype=dtype, seed=71)
     yield Sample((table, torch.tensor([0, -1, 3, 6, -1])), id="some")
@@ -276,7 +268,7 @@ register(
         schema="(Tensor table, Tensor idx, int sos=-1) -> Tensor",
         reference=_rnnt_embedding,
         check=_embedding_check,
-        fake=_embedding_fake,
+        fake=lambda a: a.table.new_empty(a.idx.shape[0], a.table.shape[1]),
         samples=_embedding_samples,
         backward=None,
         lift=False,
@@ -296,7 +288,7 @@ register(
         ),
         reference=_rnnt_update,
         check=_update_check,
-        fake=_update_fake,
+        fake=lambda a: torch.empty(1, dtype=torch.bool, device=a.k.device),
         samples=_update_samples,
         backward=None,
         lift=False,

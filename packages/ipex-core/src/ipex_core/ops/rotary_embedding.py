@@ -248,10 +248,6 @@ def _fake(a: Arguments) -> None:
     return None
 
 
-def _functional_fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    return fake_like(a.query), fake_like(a.key)
-
-
 def tables(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return sines and cosines of random angles: ``(sin, cos)``."""
     angles = randn(rows, columns, seed=seed + 61, scale=3.0)
@@ -343,7 +339,7 @@ register(
         schema=f"(Tensor query, Tensor key, {_ARGUMENTS} -> (Tensor, Tensor)",
         reference=_functional,
         check=_check_functional,
-        fake=_functional_fake,
+        fake=lambda a: (fake_like(a.query), fake_like(a.key)),
         samples=_plain_samples,
         stock=stock_rotary,
         bench=_plain_bench,

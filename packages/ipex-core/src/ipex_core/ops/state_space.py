@@ -454,10 +454,6 @@ def _update_check(a: Arguments) -> None:
     check_shaped(a.op, "dt_bias", a.dt_bias, shape[1:-1], a.x, "x", or_float32=True)
 
 
-def _update_fake(a: Arguments) -> Tensor:
-    return fake_like(a.x)
-
-
 def _update_inputs(
     dtype: torch.dtype, *shape: int, groups: int = 0, state_dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor | bool, ...]:
@@ -562,7 +558,7 @@ register(
         ),
         reference=_selective_state_update,
         check=_update_check,
-        fake=_update_fake,
+        fake=lambda a: fake_like(a.x),
         samples=_update_samples,
         stock=_update_stock,
         backward=None,
