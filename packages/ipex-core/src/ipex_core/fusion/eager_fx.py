@@ -599,19 +599,17 @@ def _read_rms_norm(
     module: nn.Module, name: str, weight: torch.Tensor
 ) -> tuple[float, float] | None:
     """Return epsilon and offset of the RMS norm that the ATen graph of a module is, or None."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from ipex_core.fusion.aten import Context
+    from ipex_core.fusion.aten import Context, graph_of
     from ipex_core.fusion.aten.norm_rotary import fuse_norms
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
         return torch.func.functional_call(module, {name: weight}, (x,))
 
-    x = torch.empty(3, 5, weight.numel(), dtype=weight.dtype)
+    x = torch.zeros(3, 5, weight.numel(), dtype=weight.dtype)
     try:
-        with torch.no_grad(), quiet():
-            found = make_fx(run, tracing_mode="fake")(x, torch.empty_like(weight)).graph
-    except Exception:
+        with quiet():
+            found = graph_of(run, x, torch.zeros_like(weight))
+    except Exception:  # it does something else
         return None
     report = GraphReport(type(module).__name__, inference=True)
     fuse_norms(Context(found, set(), report, always=True))

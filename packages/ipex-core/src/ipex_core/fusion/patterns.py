@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 __all__ = [
     "ACTIVATIONS",
@@ -34,6 +37,7 @@ __all__ = [
     "SHIFTED_BY_MAX",
     "SOFTCAP",
     "SOFTMAX",
+    "computed_by",
 ]
 
 
@@ -208,3 +212,20 @@ def _close(number: float, wanted: float) -> bool:
     # Models write square roots and the constants of GELU with few digits.
     exact = math.isinf(wanted) or (2 * wanted).is_integer()
     return number == wanted if exact else math.isclose(number, wanted, rel_tol=1e-4)
+
+
+def computed_by(function: Any, known: Mapping[str, Callable[[Tensor], Tensor]]) -> str:
+    """Return which of some functions of one element another one computes, told by its values; empty for none.
+
+    Where there is no graph to read: modules and functions of any library, which may be written in any way.
+    """
+    x = torch.linspace(-8.0, 8.0, 129)
+    try:
+        with torch.no_grad():
+            y = function(x.clone())
+    except Exception:  # no function of one tensor
+        return ""
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return ""
+    fits = (name for name, of in known.items() if torch.allclose(y, of(x), rtol=1e-5, atol=1e-6))
+    return next(fits, "")

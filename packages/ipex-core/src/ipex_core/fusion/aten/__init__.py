@@ -35,6 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from ipex_core.fusion import Fusion, GraphReport
 from ipex_core.fusion.patterns import Reader
@@ -52,6 +54,7 @@ __all__ = [
     "between",
     "binary",
     "describe",
+    "graph_of",
     "half_of_last",
     "is_call",
     "items",
@@ -339,6 +342,56 @@ def _last(rank: int) -> tuple[Any, ...]:
 
 
 READER = _Reader()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self._tensors: list[Tensor] = []  # an id is unique only while its tensor lives
+        self._nodes: dict[int, fx.Node] = {}
+        for number, tensor in enumerate(tensors):
+            self.put(tensor, self.graph.placeholder(f"x{number}"))
+
+    def put(self, tensor: Tensor, node: fx.Node) -> None:
+        node.meta["val"] = tensor
+        self._tensors.append(tensor)
+        self._nodes[id(tensor)] = node
+
+    def node(self, tensor: Tensor) -> fx.Node:
+        return self._nodes[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise ValueError(f"{func} writes to an argument")
+        given = tree_map_only(Tensor, self.node, (args, kwargs))
+        result = func(*args, **kwargs)
+        call = self.graph.call_function(func, *given)
+        for index, value in enumerate(result) if isinstance(result, (tuple, list)) else ():
+            self.put(value, self.graph.call_function(operator.getitem, (call, index)))
+        if isinstance(result, Tensor):
+            self.put(result, call)
+        elif not isinstance(result, (tuple, list)):
+            raise ValueError(f"{func} reads values")
+        return result
+
+
+def graph_of(function: Callable[..., Tensor], *tensors: Tensor) -> fx.Graph:
+    """Return the ops of ATen that a function calls with these tensors.
+
+    ``make_fx`` would replace methods of ``nn.Module`` for all threads meanwhile.
+
+    Raises:
+        Exception: Whatever the function raises; ValueError if an op writes to an argument or reads values; KeyError
+            for a tensor that is none of these and made of none.
+    """
+    with torch.no_grad(), _Recorder(tensors) as recorder:
+        result = function(*tensors)
+    recorder.graph.output(recorder.node(result))
+    return recorder.graph
 
 
 def items(node: fx.Node, index: int) -> list[fx.Node]:
