@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
@@ -96,28 +96,24 @@ def _stock_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 _SHAPES = ((1, 11008), (512, 4096), (4096, 1536))
 
 
-def _bench() -> Iterator[BenchCase]:
-    for approximate in APPROXIMATE:
-        yield from row_bench(
-            lambda r, c, dtype, a=approximate: (randn(r, c, dtype=dtype), a),
-            moves=2,
-            shapes=_SHAPES,
-            prefix=f"{approximate}-",
-        )
+def _bench_of(
+    tensors: int, forms: tuple[str, ...] = (), shapes: tuple[tuple[int, int], ...] = _SHAPES
+) -> Callable[[], Iterator[BenchCase]]:
+    """Return the benchmark of an op on some matrices, for each of the forms of GELU where there are several."""
 
+    def bench() -> Iterator[BenchCase]:
+        for form in forms or ("",):
+            yield from row_bench(
+                lambda r, c, dtype, more=(form,) * bool(form): (
+                    *(randn(r, c, dtype=dtype, seed=i) for i in range(tensors)),
+                    *more,
+                ),
+                moves=tensors + 1,
+                shapes=shapes,
+                prefix=f"{form}-" if form else "",
+            )
 
-def _mul_bench() -> Iterator[BenchCase]:
-    for approximate in APPROXIMATE:
-        yield from row_bench(
-            lambda r, c, dtype, a=approximate: (
-                randn(r, c, dtype=dtype),
-                randn(r, c, dtype=dtype, seed=1),
-                a,
-            ),
-            moves=3,
-            shapes=_SHAPES,
-            prefix=f"{approximate}-",
-        )
+    return bench
 
 
 register(
@@ -129,7 +125,7 @@ register(
         fake=lambda a: fake_like(a.x),
         samples=_samples,
         stock=lambda x, approximate="none": functional.gelu(x, approximate=approximate),
-        bench=_bench,
+        bench=_bench_of(1, APPROXIMATE),
         summary="Gaussian error linear unit, exact or tanh form",
     )
 )
@@ -143,7 +139,7 @@ register(
         autocast="widest_type",
         samples=_mul_samples,
         stock=_stock_mul,
-        bench=_mul_bench,
+        bench=_bench_of(2, APPROXIMATE),
         summary="GELU of the gate times up",
     )
 )
@@ -173,14 +169,6 @@ def _quick_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((torch.linspace(-60, 60, 4001).to(dtype),), id="dense")
 
 
-def _quick_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (randn(r, c, dtype=dtype),),
-        moves=2,
-        shapes=((1, 11008), (512, 4096), (4096, 1536)),
-    )
-
-
 register(
     OpSpec(
         name="gelu_quick",
@@ -190,7 +178,7 @@ register(
         fake=lambda a: fake_like(a.x),
         samples=_quick_samples,
         stock=lambda x: x * torch.sigmoid(1.702 * x),
-        bench=_quick_bench,
+        bench=_bench_of(1),
         summary="GELU by a sigmoid",
     )
 )
@@ -244,14 +232,6 @@ def _stock(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[Tensor, 
     return d, d.sum(0)
 
 
-def _backward_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(r, c, dtype=dtype, seed=1)),
-        moves=3,
-        shapes=((256, 3072), (1024, 3072), (4096, 3072)),
-    )
-
-
 register(
     OpSpec(
         name=OP,
@@ -268,7 +248,7 @@ register(
             torch.bfloat16: (1.6e-2, 1e-2),
             torch.float16: (2e-3, 2e-3),
         },
-        bench=_backward_bench,
+        bench=_bench_of(2, shapes=((256, 3072), (1024, 3072), (4096, 3072))),
         summary="Gradient of GELU and its column sums",
     )
 )
@@ -306,14 +286,6 @@ def _gated_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((dense, torch.ones_like(dense)), id="dense")
 
 
-def _pair_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(r, c, dtype=dtype, seed=1)),
-        moves=3,
-        shapes=((1, 11008), (512, 4096), (4096, 1536)),
-    )
-
-
 register(
     OpSpec(
         name="silu_mul",
@@ -324,7 +296,7 @@ register(
         autocast="widest_type",
         samples=_gated_samples,
         stock=lambda gate, up: functional.silu(gate) * up,
-        bench=_pair_bench,
+        bench=_bench_of(2),
         summary="SiLU of the gate times up",
     )
 )
