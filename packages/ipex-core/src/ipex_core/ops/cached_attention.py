@@ -13,8 +13,8 @@ from torch.nn import functional
 from ipex_core.library.checks import (
     PRODUCT_TOLERANCE,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_like,
     check_not_expanded,
     check_score_scale,
@@ -404,8 +404,7 @@ def _indirect_check(a: Arguments) -> None:
     sequences, queries, heads, size = a.query.shape
     check_head_size(INDIRECT_OP, size)
     check_score_scale(INDIRECT_OP, "scale", a.scale)
-    check_device(INDIRECT_OP, "key", a.key, a.query, "query")
-    check_dtype(INDIRECT_OP, "key", a.key, a.query, "query")
+    check_kind(INDIRECT_OP, "key", a.key, a.query, "query")
     check(
         a.key.dim() == 4 and (*a.key.shape[:2], a.key.shape[3]) == (sequences, queries, size),
         INDIRECT_OP,

@@ -11,7 +11,7 @@ import torch
 
 from ipex_core.library.checks import (
     check_device,
-    check_dtype,
+    check_kind,
     check_tensor,
     dtype_name,
     randn,
@@ -510,8 +510,7 @@ def _matmul(
 
 def _matmul_check(a: Arguments) -> None:
     check_tensor(OP, "a", a.a, min_dim=2)
-    check_device(OP, "b", a.b, a.a, "a")
-    check_dtype(OP, "b", a.b, a.a, "a")
+    check_kind(OP, "b", a.b, a.a, "a")
     both = zip(reversed(a.a.shape[:-2]), reversed(a.b.shape[:-2]), strict=False)
     fits = a.b.dim() >= 2 and a.b.shape[-2] == a.a.shape[-1]
     fits = fits and all(x in (y, 1) or y == 1 for x, y in both)

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.library.checks import check_device, check_dtype, check_tensor, dtype_name, randn
+from ipex_core.library.checks import (
+    check_device,
+    check_kind,
+    check_tensor,
+    dtype_name,
+    randn,
+)
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample, check
 from ipex_core.ops.state_space import check_writable
@@ -209,8 +215,7 @@ def _update_check(a: Arguments) -> None:
 def _check_values(
     op: str, name: str, value: Tensor, shape: Sequence[int], x: Tensor, of: str
 ) -> None:
-    check_device(op, name, value, x, of)
-    check_dtype(op, name, value, x, of)
+    check_kind(op, name, value, x, of)
     fine = list(value.shape) == list(shape)
     check(fine, op, name, f"have shape {list(shape)}", list(value.shape))
 

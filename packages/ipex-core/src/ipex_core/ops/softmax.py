@@ -12,8 +12,8 @@ from ipex_core.library.checks import (
     acc,
     check_broadcastable,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_like,
     check_tensor,
     fake_like,
@@ -113,8 +113,7 @@ def _check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     if a.mask is None:
         return
-    check_device(a.op, "mask", a.mask, a.x)
-    check_dtype(a.op, "mask", a.mask, a.x, or_float32=True)
+    check_kind(a.op, "mask", a.mask, a.x, or_float32=True)
     check_broadcastable(a.op, "mask", a.mask, a.x.shape, "x")
 
 
