@@ -64,30 +64,29 @@ _MODULES: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
 }
 _FUNCTIONS: dict[Any, type[nn.Module]] = {
-    _F.relu: nn.ReLU,
-    torch.relu: nn.ReLU,
-    torch.relu_: nn.ReLU,
-    _F.relu6: nn.ReLU6,
-    _F.silu: nn.SiLU,
-    _F.gelu: nn.GELU,
+    getattr(owner, name): kind
+    for name, kind in _MODULES.items()
+    for owner in (_F, torch)
+    if hasattr(owner, name)
 }
 _Pooling = dict[Any, tuple[Any, tuple[str, ...]]]
 _WINDOW = ("kernel_size", "stride", "padding")
 _MAX = (*_WINDOW, "dilation", "ceil_mode")
 _AVG = (*_WINDOW, "ceil_mode", "count_include_pad")
+_SIZE = ("output_size",)
 #: Pooling functions as a trace shows them: the module, and its arguments in their order.
 _POOLS: _Pooling = {
-    torch.max_pool1d: (nn.MaxPool1d, _MAX),
-    torch.max_pool2d: (nn.MaxPool2d, _MAX),
-    torch.max_pool3d: (nn.MaxPool3d, _MAX),
-    _F.max_pool1d: (nn.MaxPool1d, (*_MAX, "return_indices")),
-    _F.max_pool2d: (nn.MaxPool2d, (*_MAX, "return_indices")),
-    _F.max_pool3d: (nn.MaxPool3d, (*_MAX, "return_indices")),
+    **{
+        getattr(owner, f"max_pool{d}d"): (getattr(nn, f"MaxPool{d}d"), (*_MAX, *more))
+        for d in (1, 2, 3)
+        for owner, more in ((torch, ()), (_F, ("return_indices",)))
+    },
+    **{
+        getattr(_F, f"adaptive_avg_pool{d}d"): (getattr(nn, f"AdaptiveAvgPool{d}d"), _SIZE)
+        for d in (1, 2, 3)
+    },
     _F.avg_pool1d: (nn.AvgPool1d, _AVG),
     _F.avg_pool2d: (nn.AvgPool2d, (*_AVG, "divisor_override")),
-    _F.adaptive_avg_pool1d: (nn.AdaptiveAvgPool1d, ("output_size",)),
-    _F.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
-    _F.adaptive_avg_pool3d: (nn.AdaptiveAvgPool3d, ("output_size",)),
     "mean": (None, ("dim", "keepdim")),
     torch.mean: (None, ("dim", "keepdim")),
 }
