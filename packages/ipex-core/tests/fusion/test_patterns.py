@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ipex_core.fusion import aten, patterns, torchscript
+import ipex_core.fusion as patterns
+from ipex_core.fusion import aten, torchscript
 
 
 def of_aten(function, *args):
@@ -145,9 +146,9 @@ def test_graph_of_a_function():
     graph = aten.graph_of(lambda x, y: torch.var_mean(x @ y, 1)[0], *torch.randn(2, 4, 4))
     ops = [str(n.target).partition(".")[2] for n in graph.nodes if n.op == "call_function"]
     assert len(ops) == 4 and ops[:2] == ["mm.default", "var_mean.correction"]
-    with pytest.raises(ValueError, match="writes"):
+    with pytest.raises(ValueError, match="write"):
         aten.graph_of(lambda x: x.add_(1), torch.ones(2))
-    with pytest.raises(ValueError, match="reads values"):
+    with pytest.raises(ValueError, match="return tensors"):
         aten.graph_of(lambda x: x * float(x.sum()), torch.ones(2))
     other = torch.ones(2)
     with pytest.raises(KeyError):

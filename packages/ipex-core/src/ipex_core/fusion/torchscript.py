@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ipex_core.fusion.patterns import RMS_NORM, Reader
+from ipex_core.fusion import RMS_NORM, Reader
 from ipex_core.kernels.policy import choose_linear, has_kernel
 from ipex_core.library.spec import FLOATS
 from ipex_core.nn.torchscript import function

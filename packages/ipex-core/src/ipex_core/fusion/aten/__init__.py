@@ -38,8 +38,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ipex_core.fusion import Fusion, GraphReport
-from ipex_core.fusion.patterns import Reader
+from ipex_core.fusion import Fusion, GraphReport, Reader
 from ipex_core.library.spec import FLOATS, dtype_name
 
 __all__ = [
@@ -366,7 +365,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            raise ValueError(f"{func} writes to an argument")
+            raise ValueError(f"graph_of: ops must not write to arguments, got {func}")
         given = tree_map_only(Tensor, self.node, (args, kwargs))
         result = func(*args, **kwargs)
         call = self.graph.call_function(func, *given)
@@ -375,7 +374,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(result, Tensor):
             self.put(result, call)
         elif not isinstance(result, (tuple, list)):
-            raise ValueError(f"{func} reads values")
+            raise ValueError(f"graph_of: ops must return tensors, got {result!r} of {func}")
         return result
 
 
@@ -385,8 +384,8 @@ def graph_of(function: Callable[..., Tensor], *tensors: Tensor) -> fx.Graph:
     ``make_fx`` would replace methods of ``nn.Module`` for all threads meanwhile.
 
     Raises:
-        Exception: Whatever the function raises; ValueError if an op writes to an argument or reads values; KeyError
-            for a tensor that is none of these and made of none.
+        Exception: Whatever the function raises; ValueError if an op writes to an argument or returns a number; KeyError
+            for a tensor from elsewhere.
     """
     with torch.no_grad(), _Recorder(tensors) as recorder:
         result = function(*tensors)

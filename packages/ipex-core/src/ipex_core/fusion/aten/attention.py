@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ipex_core.fusion import (
+    GUARDED_SOFTMAX,
+    SHIFTED_BY_MAX,
+    SOFTCAP,
+    SOFTMAX,
+)
 from ipex_core.fusion.aten import (
     CASTS,
     READER,
@@ -26,12 +32,6 @@ from ipex_core.fusion.aten import (
     shape_of,
     uncast,
     val,
-)
-from ipex_core.fusion.patterns import (
-    GUARDED_SOFTMAX,
-    SHIFTED_BY_MAX,
-    SOFTCAP,
-    SOFTMAX,
 )
 from ipex_core.kernels.policy import prefer_ipex_attention
 from ipex_core.library.spec import FLOATS

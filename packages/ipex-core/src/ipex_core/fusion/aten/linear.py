@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from ipex_core.fusion import ACTIVATIONS
 from ipex_core.fusion.aten import (
     DEVICES,
     PURE,
@@ -30,7 +31,6 @@ from ipex_core.fusion.aten import (
     uncast,
     val,
 )
-from ipex_core.fusion.patterns import ACTIVATIONS
 from ipex_core.kernels import providers
 from ipex_core.kernels.policy import choose_linear, fastest, numbers
 from ipex_core.library.spec import FLOATS

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ipex_core.fusion import LAYER_NORM, RMS_NORM, ROTATED
 from ipex_core.fusion.aten import (
     DEVICES,
     READER,
@@ -27,7 +28,6 @@ from ipex_core.fusion.aten import (
     uncast,
     val,
 )
-from ipex_core.fusion.patterns import LAYER_NORM, RMS_NORM, ROTATED
 from ipex_core.kernels.policy import prefer_ipex_norm, prefer_ipex_rotary
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
