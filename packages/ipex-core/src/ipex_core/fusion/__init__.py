@@ -1,12 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fusion of graphs: one folder for each front end."""
+"""Fusion of graphs: reports, and what a pattern is, described once for all kinds of graphs.
+
+A description, which a `Reader` looks for in a kind of graph, is
+
+* a word: a value of any kind, the same one wherever the word stands;
+* a word with ``#`` in front: a constant number;
+* a number: that constant;
+* a list: one of several descriptions;
+* a tuple: an op and its operands. The operands of ``add`` and ``mul`` stand in either order. ``("scale", x, c)`` is a
+  product with a constant or a quotient by its inverse, ``("shift", x, c)`` a sum with one, ``("wide", x)`` is x or what
+  conversions make of it that lose nothing, and ``("as", word, x)`` is x, which the word means from there on.
+
+Ops whose names begin with ``row_`` reduce the last dimension and keep it as one of size 1; ``low`` and ``high`` are
+the halves of the last dimension, which ``halves`` puts side by side; ``full`` is a tensor of one number.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +29,20 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 __all__ = [
+    "ACTIVATIONS",
+    "Found",
     "Fusion",
+    "GUARDED_SOFTMAX",
     "GraphReport",
+    "LAYER_NORM",
     "Origin",
+    "RMS_NORM",
+    "ROTATED",
+    "Reader",
+    "SHIFTED_BY_MAX",
+    "SOFTCAP",
+    "SOFTMAX",
+    "computed_by",
     "log",
     "remember",
     "reports_of",
@@ -143,3 +169,196 @@ def _hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+def _square(x: Any) -> list[Any]:
+    return [("pow", x, 2.0), ("mul", x, x), ("square", x)]
+
+
+def _gelu(anchor: tuple[Any, ...]) -> list[Any]:
+    """``0.5 * x * (1 + anchor)`` in any grouping of the factors."""
+    one = ("shift", anchor, 1.0)
+    return [("mul", ("scale", "x", 0.5), one), ("scale", ("mul", "x", one), 0.5)]
+
+
+_CUBE = [("pow", "x", 3.0), ("mul", _square("x"), "x")]
+
+#: Name, as `ipex::linear` takes it -> what it is of ``x``.
+ACTIVATIONS: Mapping[str, Any] = {
+    "relu": ("relu", "x"),
+    "silu": [
+        ("silu", "x"),
+        ("div", "x", ("shift", ("exp", ("neg", "x")), 1.0)),
+        ("mul", "x", ("sigmoid", "x")),
+    ],
+    "gelu": _gelu(("erf", ("scale", "x", math.sqrt(0.5)))),
+    "gelu_tanh": _gelu(
+        ("tanh", ("scale", ("add", "x", ("scale", _CUBE, 0.044715)), math.sqrt(2 / math.pi)))
+    ),
+}
+
+_WIDE = ("wide", "x")
+
+#: Of ``x``, without what may follow: weight, bias and the conversion back.
+_MEAN_SQUARE = ("shift", ("row_mean", _square(_WIDE)), "#eps")
+RMS_NORM = [
+    ("mul", _WIDE, ("rsqrt", _MEAN_SQUARE)),
+    ("div", _WIDE, ("sqrt", _MEAN_SQUARE)),
+    ("mul", _WIDE, ("pow", _MEAN_SQUARE, -0.5)),
+]
+LAYER_NORM = (
+    "mul",
+    ("sub", _WIDE, ("row_mean", _WIDE)),
+    ("rsqrt", ("shift", ("row_variance", _WIDE), "#eps")),
+)
+
+_EXP = ("exp", ("sub", "scores", ("row_max", "scores")))
+#: Of ``scores``.
+SOFTMAX = ("div", ("as", "exp", _EXP), ("row_sum", "exp"))
+#: ``softmax``, with zeros where all ``scores`` of the row are -inf.
+GUARDED_SOFTMAX = (
+    "where",
+    ("logical_not", ("row_any", ("logical_not", ("eq", "scores", -math.inf)))),
+    [0.0, ("full", 0.0)],
+    "softmax",
+)
+#: A softmax of it is one of ``x``.
+SHIFTED_BY_MAX = ("sub", "x", ("row_max", "x"))
+#: ``cap`` times ``factor`` is 1.
+SOFTCAP = ("scale", ("tanh", ("scale", "x", "#factor")), "#cap")
+
+#: A rotary embedding of heads whose halves are rotated against each other.
+ROTATED = (
+    "add",
+    ("mul", "x", "cos"),
+    ("mul", ("halves", ("neg", ("high", "x")), ("low", "x")), "sin"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A place that fits a description.
+
+    Attributes:
+        values: What the words mean.
+        passed: The nodes between the root and the values of the words, the root first.
+    """
+
+    values: Mapping[str, Any]
+    passed: tuple[Any, ...] = ()
+
+    def __getitem__(self, word: str) -> Any:
+        return self.values[word]
+
+    def bind(self, word: str, value: Any) -> Iterator[Found]:
+        """Yield this with a word more, unless the word means something else."""
+        known = self.values.get(word, self)
+        if known is self:
+            yield Found({**self.values, word: value}, self.passed)
+        elif known == value:  # nodes are equal to themselves alone
+            yield self
+
+    def over(self, *nodes: Any) -> Found:
+        """Return this with more nodes passed."""
+        return Found(self.values, (*self.passed, *nodes))
+
+
+class Reader:
+    """Reads a kind of graph for `find`."""
+
+    def call(self, value: Any) -> tuple[str, tuple[Any, ...], tuple[Any, ...]] | None:
+        """Return the op that makes a value, its operands, and the nodes this takes; None where none is known."""
+        raise NotImplementedError
+
+    def number(self, value: Any) -> float | None:
+        """Return the constant number that a value is, or None."""
+        raise NotImplementedError
+
+    def source(self, value: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return what a value was before conversions that lose nothing, and these."""
+        raise NotImplementedError
+
+    def find(self, description: Any, value: Any, **known: Any) -> Found | None:
+        """Return the first way in which a value fits a description, or None.
+
+        Args:
+            description: See the module.
+            value: The root.
+            known: What words mean.
+        """
+        return next(self._find(description, value, Found(known)), None)
+
+    def _find(self, description: Any, value: Any, found: Found) -> Iterator[Found]:
+        if isinstance(description, list):
+            for one in description:
+                yield from self._find(one, value, found)
+        elif isinstance(description, float):
+            number = self.number(value)
+            if number is not None and _close(number, description):
+                yield found
+        elif isinstance(description, str):
+            if description.startswith("#"):
+                number = self.number(value)
+                if number is not None:
+                    yield from found.bind(description[1:], number)
+            elif value is not None and not isinstance(value, (int, float)):
+                yield from found.bind(description, value)
+        elif description[0] == "as":
+            for inner in self._find(description[2], value, found):
+                yield from inner.bind(description[1], value)
+        elif description[0] == "wide":
+            value, passed = self.source(value)
+            yield from self._find(description[1], value, found.over(*passed))
+        else:
+            name, *wanted = description
+            for operands, passed in self._forms(name, value):
+                if len(operands) == len(wanted):
+                    yield from self._all(wanted, operands, found.over(*passed))
+
+    def _all(self, wanted: Any, operands: Any, found: Found) -> Iterator[Found]:
+        if not wanted:
+            yield found
+            return
+        for first in self._find(wanted[0], operands[0], found):
+            yield from self._all(wanted[1:], operands[1:], first)
+
+    def _forms(self, name: str, value: Any) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+        call = self.call(value)
+        if call is None:
+            return
+        op, operands, passed = call
+        if name == op:
+            yield operands, passed
+            if name in ("add", "mul"):
+                yield operands[::-1], passed
+        elif (name == "shift" and op == "add") or (name == "scale" and op in ("mul", "div")):
+            for x, number in (operands, operands[::-1]) if op != "div" else (operands,):
+                factor = self.number(number)
+                if factor is not None and (op != "div" or factor):
+                    yield (x, 1.0 / factor if op == "div" else factor), passed
+
+
+def _close(number: float, wanted: float) -> bool:
+    # Models write square roots and the constants of GELU with few digits.
+    exact = math.isinf(wanted) or (2 * wanted).is_integer()
+    return number == wanted if exact else math.isclose(number, wanted, rel_tol=1e-4)
+
+
+def computed_by(function: Any, known: Mapping[str, Callable[[Tensor], Tensor]]) -> str:
+    """Return which of some functions of one element another one computes, told by its values; empty for none.
+
+    Where there is no graph to read: modules and functions of any library, which may be written in any way.
+    """
+    x = torch.linspace(-8.0, 8.0, 129)
+    try:
+        with torch.no_grad():
+            y = function(x.clone())
+    except Exception:  # no function of one tensor
+        return ""
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return ""
+    fits = (name for name, of in known.items() if torch.allclose(y, of(x), rtol=1e-5, atol=1e-6))
+    return next(fits, "")

@@ -20,7 +20,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ipex_core.fusion import GraphReport
 from ipex_core.kernels.policy import has_kernel
+from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.forward import FusedForward, Guard
 from ipex_core.module_swap.state_dict import class_of
@@ -572,6 +574,8 @@ def _namespace(forward: types.FunctionType, function: ast.FunctionDef) -> dict[s
 
 
 _MAX_OPS = 16
+#: Code of a norm's forward and what it works on -> epsilon and offset, or None.
+_norms: dict[Any, tuple[float, float] | None] = {}
 
 
 def find_rms_norm(module: nn.Module, graph: fx.Graph) -> fx.Graph | None:
@@ -581,38 +585,39 @@ def find_rms_norm(module: nn.Module, graph: fx.Graph) -> fx.Graph | None:
     if module._modules or len(parameters) != 1 or len(inputs) != 1 or len(graph.nodes) > _MAX_OPS:
         return None
     name, weight = parameters[0]
-    text = " ".join(str(node.target) for node in graph.nodes)
-    if weight.dim() != 1 or "mean" not in text or ("sqrt" not in text and "pow" not in text):
+    if weight.dim() != 1 or weight.dtype not in FLOATS or weight.device.type != "cpu":
         return None
-    if weight.device.type != "cpu":
-        return None
-    constants = {a for node in graph.nodes for a in node.args if isinstance(a, float)}
-    for eps in sorted(c for c in constants if 0.0 < c < 1e-2):
-        for offset in (0.0, 1.0):
-            if _is_rms_norm(module, weight, eps, offset):
-                return _graph(str(inputs[0].target), name, eps, offset)
-    return None
+    # Constants are in the code, so modules of one code compute the same.
+    key = (type(module), graph.python_code("self").src, weight.dtype, weight.shape)
+    if key not in _norms:
+        _norms[key] = _read_rms_norm(module, name, weight)
+    found = _norms[key]
+    return None if found is None else _graph(str(inputs[0].target), name, *found)
 
 
-@torch.no_grad()
-def _is_rms_norm(module: nn.Module, weight: torch.Tensor, eps: float, offset: float) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    for scale in (1.0, eps**0.5, 30.0):
-        x = (torch.randn(3, weight.numel(), generator=generator) * scale).to(weight.dtype)
-        x = x + 0.2 * scale  # a mean, which a layer norm would remove
-        try:
-            got = module.forward(x)
-        except Exception:
-            return False
-        if not isinstance(got, torch.Tensor) or got.dtype != x.dtype or got.shape != x.shape:
-            return False
-        wide = x.double()
-        root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        want = wide * root * (weight.double() + offset)
-        close = 2e-5 if weight.dtype == torch.float32 else 2e-2
-        if not torch.allclose(got.double(), want, rtol=close, atol=close * 0.1):
-            return False
-    return True
+def _read_rms_norm(
+    module: nn.Module, name: str, weight: torch.Tensor
+) -> tuple[float, float] | None:
+    """Return epsilon and offset of the RMS norm that the ATen graph of a module is, or None."""
+    from ipex_core.fusion.aten import Context, graph_of
+    from ipex_core.fusion.aten.norm_rotary import fuse_norms
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return torch.func.functional_call(module, {name: weight}, (x,))
+
+    x = torch.zeros(3, 5, weight.numel(), dtype=weight.dtype)
+    try:
+        with quiet():
+            found = graph_of(run, x, torch.zeros_like(weight))
+    except Exception:  # it does something else
+        return None
+    report = GraphReport(type(module).__name__, inference=True)
+    fuse_norms(Context(found, set(), report, always=True))
+    result = found.output_node().args[0]
+    if not isinstance(result, fx.Node) or result.target is not torch.ops.ipex.rms_norm.default:
+        return None
+    source, scale, eps, offset = result.args
+    return (eps, offset) if [source, scale] == found.find_nodes(op="placeholder") else None  # type: ignore[return-value]
 
 
 def _graph(argument: str, weight: str, eps: float, offset: float) -> fx.Graph:

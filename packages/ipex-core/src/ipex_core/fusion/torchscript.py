@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ipex_core.fusion import RMS_NORM, Reader
 from ipex_core.kernels.policy import choose_linear, has_kernel
 from ipex_core.library.spec import FLOATS
 from ipex_core.nn.torchscript import function
@@ -18,14 +19,13 @@ __all__ = [
     "CONV",
     "Convolutions",
     "Editor",
+    "READER",
     "Rewriter",
     "TRANSPOSED",
-    "behind_cast",
     "constant",
     "is_constant",
     "is_tensor",
     "key_of",
-    "mean_square",
     "normalize",
     "only_use",
     "packs",
@@ -92,31 +92,30 @@ def only_use(value: Value, user: Node) -> bool:
     return bool(value.node().owningBlock() == user.owningBlock())
 
 
-def behind_cast(value: Value) -> Value:
-    """Return what a cast reads, or the value itself."""
-    node = value.node()
-    return (
-        node.inputsAt(0) if node.kind() in ("aten::to", "aten::type_as", "aten::float") else value
-    )
+class _Reader(Reader):
+    """Reads graphs of TorchScript."""
+
+    def call(self, value: Value) -> tuple[str, tuple[Any, ...], tuple[Any, ...]] | None:
+        if not isinstance(value, torch._C.Value):
+            return None
+        node = value.node()
+        name, operands = node.kind().removeprefix("aten::"), tuple(node.inputs())
+        if name == "add" and len(operands) == 3 and constant(operands[2]) == 1:
+            operands = operands[:2]
+        if name == "mean" and list(map(constant, operands[1:])) == [[-1], True, None]:
+            return "row_mean", operands[:1], (node,)
+        return name, operands, (node,)
+
+    def number(self, value: Value) -> float | None:
+        return value if isinstance(value, float) else scalar(value)
+
+    def source(self, value: Value) -> tuple[Value, tuple[Any, ...]]:
+        node = value.node()
+        cast = node.kind() in ("aten::to", "aten::type_as", "aten::float")
+        return (node.inputsAt(0), (node,)) if cast else (value, ())
 
 
-def mean_square(root: Value, x: Value) -> float | None:
-    """Return eps if a value is ``rsqrt(mean(x ** 2, -1, keepdim) + eps)``."""
-    if root.node().kind() != "aten::rsqrt":
-        return None
-    add = root.node().inputsAt(0).node()
-    if add.kind() != "aten::add" or constant(add.inputsAt(2)) != 1:
-        return None
-    eps, mean = scalar(add.inputsAt(1)), add.inputsAt(0).node()
-    if eps is None or mean.kind() != "aten::mean" or mean.inputsSize() != 4:
-        return None
-    if constant(mean.inputsAt(1)) != [-1] or constant(mean.inputsAt(2)) is not True:
-        return None
-    power = mean.inputsAt(0).node()
-    square = power.kind() == "aten::square" or (
-        power.kind() == "aten::pow" and scalar(power.inputsAt(1)) == 2.0
-    )
-    return eps if square and power.inputsAt(0) == x else None
+READER = _Reader()
 
 
 # --- changes of a graph -----------------------------------------------------------------------------------------------
@@ -577,7 +576,7 @@ class Rewriter(Editor):
         self.upgrade("linear")
         return f"linear + {name}"
 
-    def _linear_binary(self, node: Node, script: str, name: str) -> str | None:
+    def _linear_binary(self, node: Node, name: str) -> str | None:
         a, b = list(node.inputs())[:2]
         for value, other in ((b, a), (a, b)):
             if not is_tensor(other):
@@ -585,9 +584,10 @@ class Rewriter(Editor):
             linear = self._plain_linear(value, node)
             if linear is None or is_constant(other):
                 continue
-            x, w, n, bias, _, post, *_ = linear.inputs()
-            text = constant(post)
-            new = self.call(script, [x, w, n, bias, post, other], node)
+            after = [other, None, None] if name == "mul" else [None, other, None]
+            text = constant(linear.inputsAt(5))
+            given = [linear.inputsAt(i) for i in (0, 1, 2, 3, 5)]
+            new = self.call("linear", [*given, *after], node)
             self.replace(node, new)
             self._sums.add(new.debugName())
             linear.destroy()
@@ -597,12 +597,12 @@ class Rewriter(Editor):
         return None
 
     def _linear_mul(self, node: Node) -> str | None:
-        return self._linear_binary(node, "linear_mul", "mul")
+        return self._linear_binary(node, "mul")
 
     def _linear_add(self, node: Node) -> str | None:
         if node.inputsSize() != 3 or constant(node.inputsAt(2)) != 1:
             return None
-        return self._linear_binary(node, "linear_add", "add")
+        return self._linear_binary(node, "add")
 
     # ---- norms and activations
 
@@ -630,22 +630,15 @@ class Rewriter(Editor):
     def _rms_norm(self, node: Node) -> str | None:
         """``weight * (x.float() * rsqrt(mean(x.float() ** 2) + eps)).to(x.dtype)``."""
         for w, value in (tuple(node.inputs()), tuple(node.inputs())[::-1]):
-            scale = weight(w, 1)
-            if scale is None:
+            narrow, back = READER.source(value)
+            found = READER.find(RMS_NORM, narrow) if weight(w, 1) is not None else None
+            if found is None:
                 continue
-            inner = behind_cast(value).node()
-            if inner.kind() != "aten::mul":
-                continue
-            for x, root in (tuple(inner.inputs()), tuple(inner.inputs())[::-1]):
-                eps = mean_square(root, x)
-                if eps is None:
-                    continue
-                source = behind_cast(x)
-                if source is not x and behind_cast(value) is value:
-                    continue  # stays float32 behind the norm
-                new = self.op("ipex::rms_norm", [source, w, eps, 0.0], node)
-                self.replace(node, new.output())
-                return "rms_norm"
+            if not back and any(READER.source(it.output())[1] for it in found.passed):
+                continue  # stays float32 behind the norm
+            new = self.op("ipex::rms_norm", [found["x"], w, found["eps"], 0.0], node)
+            self.replace(node, new.output())
+            return "rms_norm"
         return None
 
     def _gelu(self, node: Node) -> str | None:

@@ -12,16 +12,18 @@ trace is frozen: a parameter that wants gradients tells, which freezing makes a 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["ATTRIBUTE", "TracedForward"]
+__all__ = ["ATTRIBUTE", "FlatCall", "Form", "TracedForward"]
 
 log = logging.getLogger("ipex")
 
@@ -33,15 +35,45 @@ _TENSOR: Any = object()
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype)
 
 
-class _Flat(nn.Module):
-    """A model that takes and returns flat tuples of tensors."""
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a model returns but for its tensors, which come in the order of ``leaves``."""
 
-    def __init__(self, module: nn.Module, leaves: list[Any], spec: Any) -> None:
+    leaves: list[Any]
+    spec: Any
+
+    def build(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return a result with these tensors."""
+        given = iter(tensors)
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    @property
+    def others(self) -> list[Any]:
+        """The leaves that are no tensors."""
+        return [leaf for leaf in self.leaves if leaf is not _TENSOR]
+
+
+class FlatCall(nn.Module):
+    """A model that takes and returns flat tuples of tensors.
+
+    Args:
+        module: The model.
+        args: Its arguments; those that are no tensors stay what they are.
+        alone: Whether its forward runs alone, without hooks.
+
+    Attributes:
+        form: Of the last result.
+        tensors: Of the last result.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, alone: bool = False) -> None:
         super().__init__()
         self.module = module
         self.training = False  # not `eval()`, which would change parts of the model
-        self._leaves, self._spec = leaves, spec
-        self.result: tuple[list[Any], Any] = [], None
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._alone = alone
+        self.form = Form([], None)
         self.tensors: tuple[torch.Tensor, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,8 +81,9 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(v, torch.Tensor) else v for v in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        leaves, spec = pytree.tree_flatten(self.module.forward(*args, **kwargs))
-        self.result = [_TENSOR if isinstance(v, torch.Tensor) else v for v in leaves], spec
+        run = self.module.forward if self._alone else self.module
+        leaves, spec = pytree.tree_flatten(run(*args, **kwargs))
+        self.form = Form([_TENSOR if isinstance(v, torch.Tensor) else v for v in leaves], spec)
         self.tensors = tuple(v for v in leaves if isinstance(v, torch.Tensor))
         return self.tensors
 
@@ -80,11 +113,11 @@ class TracedForward:
             if torch.is_autocast_enabled("cpu"):
                 torch.clear_autocast_cache()  # of what was recorded in vain
             return type(module)._slow_forward(module, *args, **kwargs)
-        function, tensors, (leaves, spec) = found
-        results = iter(function(*tensors))
+        function, tensors, form = found
+        results = function(*tensors)
         # Now: a graph that calls a function does not keep it alive.
         torch._C._jit_pass_inline(torch._C._get_tracing_state().graph())
-        return pytree.tree_unflatten([next(results) if v is _TENSOR else v for v in leaves], spec)
+        return form.build(results)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedForward:
         import copy
@@ -167,7 +200,7 @@ def _record(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return the fused program as a function of tensors, what to call it with, and the form of the result."""
     from ipex_core import jit
 
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
         return None
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -175,7 +208,7 @@ def _record(module: nn.Module, args: Any, kwargs: Any) -> Any:
     fits = (type(t) is torch.Tensor and t.is_cpu and not t.requires_grad for t in tensors)
     if not tensors or not all(fits):
         return None
-    flat, name = _Flat(module, leaves, spec), type(module).__name__
+    flat, name = FlatCall(module, args, kwargs, alone=True), type(module).__name__
     interpreter: Any = torch._C
     outer = interpreter._get_tracing_state()
     if any(
@@ -191,7 +224,7 @@ def _record(module: nn.Module, args: Any, kwargs: Any) -> Any:
         program = jit.fuse(plain)
         if any(next(one.graph.inputs()).uses() for one in (program, plain)):
             return None  # the forward writes to something that it keeps
-        if _TENSOR not in flat.result[0]:
+        if not flat.tensors:
             return None  # it returns no tensor
         parameter = None
         with torch.no_grad():
@@ -213,7 +246,7 @@ def _record(module: nn.Module, args: Any, kwargs: Any) -> Any:
         graph.eraseInput(0)
         functions.append(interpreter._create_function_from_graph("ipex_fused", graph))
     if parameter is None:
-        return functions[0], tensors, flat.result
+        return functions[0], tensors, flat.form
     graph = _until_frozen(functions[1], functions[0], len(tensors))
     function = interpreter._create_function_from_graph("ipex_fused", graph)
-    return function, (parameter, *tensors), flat.result
+    return function, (parameter, *tensors), flat.form

@@ -19,6 +19,7 @@ __all__ = [
     "check_device",
     "check_dtype",
     "check_dtype_in",
+    "check_kind",
     "check_like",
     "check_not_expanded",
     "check_one_of",
@@ -81,6 +82,20 @@ def check_dtype(
     )
 
 
+def check_kind(
+    op: str,
+    name: str,
+    value: torch.Tensor,
+    x: torch.Tensor,
+    of: str = "x",
+    *,
+    or_float32: bool = False,
+) -> None:
+    """Check that ``value`` has the device and the dtype of ``x``, or float32 where that is allowed."""
+    check_device(op, name, value, x, of)
+    check_dtype(op, name, value, x, of, or_float32=or_float32)
+
+
 def check_dtype_in(op: str, name: str, value: torch.Tensor, *dtypes: torch.dtype) -> None:
     """Check that ``value`` has one of these dtypes."""
     names = ", ".join(dtype_name(dtype) for dtype in dtypes)
@@ -100,8 +115,7 @@ def check_one_of(op: str, name: str, value: Any, choices: Collection[str]) -> No
 
 def check_like(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
     """Check that ``value`` has the device, dtype and shape of ``x``."""
-    check_device(op, name, value, x, of)
-    check_dtype(op, name, value, x, of)
+    check_kind(op, name, value, x, of)
     shape = list(x.shape)
     check(value.shape == x.shape, op, name, f"have the shape of {of} = {shape}", list(value.shape))
 
@@ -127,8 +141,7 @@ def check_vector(
     """
     if value is None:
         return
-    check_device(op, name, value, x)
-    check_dtype(op, name, value, x, or_float32=True)
+    check_kind(op, name, value, x, or_float32=True)
     wanted = x.shape[-1] if size is None else size
     source = "x.shape[-1]" if size is None else "out_features"
     check(

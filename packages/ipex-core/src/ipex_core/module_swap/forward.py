@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -18,7 +19,7 @@ from ipex_core.kernels.policy import find_kernels
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.script import MethodOfClass
 
-__all__ = ["FusedForward", "Guard", "InstanceForward", "generate", "resolve"]
+__all__ = ["FusedForward", "GeneratedForward", "Guard", "generate", "resolve"]
 
 #: What must not have changed: ``(child or "", attribute, attribute of that or "", value)``.
 Guard = tuple[str, str, str, Any]
@@ -107,7 +108,37 @@ class InstanceForward:
         return type(module).forward
 
 
-class FusedForward(MethodOfClass, InstanceForward):
+class GeneratedForward(InstanceForward):
+    """Base of forwards that run generated code.
+
+    Args:
+        module: The module.
+        source: Code of a function ``forward`` of the module and its arguments.
+        names: For each global name of the code where it comes from, as ``"module:attribute"``.
+    """
+
+    def __init__(self, module: nn.Module, source: str, names: dict[str, str]) -> None:
+        super().__init__(module)
+        self.source = source
+        self.names = names
+        namespace = {name: resolve(path) for name, path in names.items()}
+        exec(compile(source, "<ipex generated forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
+        self._function: Callable[..., Any] = namespace["forward"]
+
+    def _rest(self) -> tuple[Any, ...]:
+        """Return the arguments that a subclass takes besides."""
+        return ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kind, arguments = self.__reduce__()
+        return kind(*copy.deepcopy(arguments, memo))
+
+    def __reduce__(self) -> Any:
+        kind = type(self).__bases__[0]  # each instance has a class of its own
+        return kind, (self._module(), self.source, self.names, *self._rest())
+
+
+class FusedForward(MethodOfClass, GeneratedForward):
     """Runs generated code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
     With ``arguments=None`` the code takes whatever the original forward takes. Otherwise it takes the named arguments
@@ -125,17 +156,15 @@ class FusedForward(MethodOfClass, InstanceForward):
         children: tuple[tuple[str, nn.Module], ...],
         guards: tuple[Guard, ...],
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, source, names)
         find_kernels()
-        self.source = source
-        self.names = names
         self.arguments = arguments
         self.children = children
         self.guards = guards
-        namespace = {name: resolve(path) for name, path in names.items()}
-        exec(compile(source, "<ipex fused forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
         self._off = False
-        self._function: Callable[..., Any] = namespace["forward"]
+
+    def _rest(self) -> tuple[Any, ...]:
+        return self.arguments, self.children, self.guards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -176,21 +205,3 @@ class FusedForward(MethodOfClass, InstanceForward):
             if now is not value and now != value:
                 return True
         return False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
-        module = copy.deepcopy(self._module(), memo)
-        assert module is not None
-        children = tuple((name, copy.deepcopy(child, memo)) for name, child in self.children)
-        return FusedForward(module, self.source, self.names, self.arguments, children, self.guards)
-
-    def __reduce__(self) -> Any:
-        return FusedForward, (
-            self._module(),
-            self.source,
-            self.names,
-            self.arguments,
-            self.children,
-            self.guards,
-        )

@@ -56,26 +56,6 @@ def linear(
     return y
 
 
-def linear_add(
-    x: Tensor, weight: Tensor, n: int, bias: Tensor | None, post: str, residual: Tensor
-) -> Tensor:
-    shape = x.size()
-    shape[-1] = n
-    if residual.dtype == x.dtype and residual.size() == shape:
-        return torch.ops.ipex.linear(x, weight, n, bias, residual, post)
-    return torch.ops.ipex.linear(x, weight, n, bias, None, post) + residual
-
-
-def linear_mul(
-    x: Tensor, weight: Tensor, n: int, bias: Tensor | None, post: str, factor: Tensor
-) -> Tensor:
-    shape = x.size()
-    shape[-1] = n
-    if factor.dtype == x.dtype and factor.size() == shape:
-        return torch.ops.ipex.linear(x, weight, n, bias, None, post, factor)
-    return torch.ops.ipex.linear(x, weight, n, bias, None, post) * factor
-
-
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:

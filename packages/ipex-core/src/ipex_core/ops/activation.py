@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
@@ -71,14 +71,6 @@ def _mul_check(a: Arguments) -> None:
     check_approximate(a.op, a.approximate)
 
 
-def _fake(a: Arguments) -> Tensor:
-    return fake_like(a.x)
-
-
-def _mul_fake(a: Arguments) -> Tensor:
-    return fake_like(a.gate)
-
-
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     for approximate in APPROXIMATE:
         for name, x in row_samples(dtype):
@@ -104,28 +96,24 @@ def _stock_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 _SHAPES = ((1, 11008), (512, 4096), (4096, 1536))
 
 
-def _bench() -> Iterator[BenchCase]:
-    for approximate in APPROXIMATE:
-        yield from row_bench(
-            lambda r, c, dtype, a=approximate: (randn(r, c, dtype=dtype), a),
-            moves=2,
-            shapes=_SHAPES,
-            prefix=f"{approximate}-",
-        )
+def _bench_of(
+    tensors: int, forms: tuple[str, ...] = (), shapes: tuple[tuple[int, int], ...] = _SHAPES
+) -> Callable[[], Iterator[BenchCase]]:
+    """Return the benchmark of an op on some matrices, for each of the forms of GELU where there are several."""
 
+    def bench() -> Iterator[BenchCase]:
+        for form in forms or ("",):
+            yield from row_bench(
+                lambda r, c, dtype, more=(form,) * bool(form): (
+                    *(randn(r, c, dtype=dtype, seed=i) for i in range(tensors)),
+                    *more,
+                ),
+                moves=tensors + 1,
+                shapes=shapes,
+                prefix=f"{form}-" if form else "",
+            )
 
-def _mul_bench() -> Iterator[BenchCase]:
-    for approximate in APPROXIMATE:
-        yield from row_bench(
-            lambda r, c, dtype, a=approximate: (
-                randn(r, c, dtype=dtype),
-                randn(r, c, dtype=dtype, seed=1),
-                a,
-            ),
-            moves=3,
-            shapes=_SHAPES,
-            prefix=f"{approximate}-",
-        )
+    return bench
 
 
 register(
@@ -134,10 +122,10 @@ register(
         schema='(Tensor x, str approximate="none") -> Tensor',
         reference=_gelu,
         check=_check,
-        fake=_fake,
+        fake=lambda a: fake_like(a.x),
         samples=_samples,
         stock=lambda x, approximate="none": functional.gelu(x, approximate=approximate),
-        bench=_bench,
+        bench=_bench_of(1, APPROXIMATE),
         summary="Gaussian error linear unit, exact or tanh form",
     )
 )
@@ -147,11 +135,11 @@ register(
         schema='(Tensor gate, Tensor up, str approximate="none") -> Tensor',
         reference=_gelu_mul,
         check=_mul_check,
-        fake=_mul_fake,
+        fake=lambda a: fake_like(a.gate),
         autocast="widest_type",
         samples=_mul_samples,
         stock=_stock_mul,
-        bench=_mul_bench,
+        bench=_bench_of(2, APPROXIMATE),
         summary="GELU of the gate times up",
     )
 )
@@ -175,26 +163,10 @@ def _gelu_quick(x: Tensor) -> Tensor:
     return (y * torch.sigmoid(1.702 * y)).to(x.dtype)
 
 
-def _quick_check(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x, min_dim=0)
-
-
-def _quick_fake(a: Arguments) -> torch.Tensor:
-    return fake_like(a.x)
-
-
 def _quick_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, x in row_samples(dtype):
         yield Sample((x,), id=name)
     yield Sample((torch.linspace(-60, 60, 4001).to(dtype),), id="dense")
-
-
-def _quick_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (randn(r, c, dtype=dtype),),
-        moves=2,
-        shapes=((1, 11008), (512, 4096), (4096, 1536)),
-    )
 
 
 register(
@@ -202,11 +174,11 @@ register(
         name="gelu_quick",
         schema="(Tensor x) -> Tensor",
         reference=_gelu_quick,
-        check=_quick_check,
-        fake=_quick_fake,
+        check=lambda a: check_tensor(a.op, "x", a.x, min_dim=0),
+        fake=lambda a: fake_like(a.x),
         samples=_quick_samples,
         stock=lambda x: x * torch.sigmoid(1.702 * x),
-        bench=_quick_bench,
+        bench=_bench_of(1),
         summary="GELU by a sigmoid",
     )
 )
@@ -260,14 +232,6 @@ def _stock(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[Tensor, 
     return d, d.sum(0)
 
 
-def _backward_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(r, c, dtype=dtype, seed=1)),
-        moves=3,
-        shapes=((256, 3072), (1024, 3072), (4096, 3072)),
-    )
-
-
 register(
     OpSpec(
         name=OP,
@@ -284,7 +248,7 @@ register(
             torch.bfloat16: (1.6e-2, 1e-2),
             torch.float16: (2e-3, 2e-3),
         },
-        bench=_backward_bench,
+        bench=_bench_of(2, shapes=((256, 3072), (1024, 3072), (4096, 3072))),
         summary="Gradient of GELU and its column sums",
     )
 )
@@ -313,10 +277,6 @@ def _gated_check(a: Arguments) -> None:
     check_like(a.op, "up", a.up, a.gate, of="gate")
 
 
-def _pair_fake(a: Arguments) -> Tensor:
-    return fake_like(a.gate)
-
-
 def _gated_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, gate in row_samples(dtype):
         yield Sample((gate, randn(*gate.shape, dtype=dtype, seed=41)), id=name)
@@ -326,25 +286,17 @@ def _gated_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((dense, torch.ones_like(dense)), id="dense")
 
 
-def _pair_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(r, c, dtype=dtype, seed=1)),
-        moves=3,
-        shapes=((1, 11008), (512, 4096), (4096, 1536)),
-    )
-
-
 register(
     OpSpec(
         name="silu_mul",
         schema="(Tensor gate, Tensor up) -> Tensor",
         reference=_silu_mul,
         check=_gated_check,
-        fake=_pair_fake,
+        fake=lambda a: fake_like(a.gate),
         autocast="widest_type",
         samples=_gated_samples,
         stock=lambda gate, up: functional.silu(gate) * up,
-        bench=_pair_bench,
+        bench=_bench_of(2),
         summary="SiLU of the gate times up",
     )
 )
@@ -384,10 +336,6 @@ def _check_even(op: str, x: Tensor) -> None:
     check_tensor(op, "x", x)
     columns = x.shape[-1]
     check(columns % 2 == 0, op, "x", "have a last dimension of even size", columns)
-
-
-def _silu_check(a: Arguments) -> None:
-    _check_even(a.op, a.x)
 
 
 def _gelu_check(a: Arguments) -> None:
@@ -441,7 +389,7 @@ register(
         name="silu_and_mul",
         schema="(Tensor x) -> Tensor",
         reference=_silu_and_mul,
-        check=_silu_check,
+        check=lambda a: _check_even(a.op, a.x),
         fake=_gated_fake,
         samples=_silu_samples,
         stock=_stock_silu,

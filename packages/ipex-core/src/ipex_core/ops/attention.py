@@ -15,8 +15,8 @@ from ipex_core.library.checks import (
     acc,
     check_broadcastable,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_like,
     check_not_expanded,
     check_score_scale,
@@ -43,8 +43,7 @@ def check_options(
 ) -> None:
     """Check the optional arguments that every attention op has."""
     if alibi_slopes is not None:
-        check_device(op, "alibi_slopes", alibi_slopes, query, "query")
-        check_dtype(op, "alibi_slopes", alibi_slopes, query, "query", or_float32=True)
+        check_kind(op, "alibi_slopes", alibi_slopes, query, "query", or_float32=True)
         shapes = ([heads], [sequences, heads])
         check(
             list(alibi_slopes.shape) in shapes,
@@ -54,8 +53,7 @@ def check_options(
             list(alibi_slopes.shape),
         )
     if sinks is not None:
-        check_device(op, "sinks", sinks, query, "query")
-        check_dtype(op, "sinks", sinks, query, "query", or_float32=True)
+        check_kind(op, "sinks", sinks, query, "query", or_float32=True)
         check_shape(op, "sinks", sinks, [heads])
     check(math.isfinite(softcap), op, "softcap", "be a finite number", f"{softcap:g}")
 
@@ -303,8 +301,7 @@ def _check(a: Arguments) -> None:
     a.require(a.query.dim() == 4, "query", "be 4-D [B, H, S, D]", f"{a.query.dim()}-D")
     check_score_scale(a.op, "scale", a.scale)
     for name, tensor in (("key", a.key), ("value", a.value)):
-        check_device(a.op, name, tensor, a.query, "query")
-        check_dtype(a.op, name, tensor, a.query, "query")
+        check_kind(a.op, name, tensor, a.query, "query")
     batch, heads, q_length, size = a.query.shape
     a.require(
         a.key.dim() == 4 and a.key.shape[0] == batch and a.key.shape[3] == size,

@@ -13,8 +13,8 @@ from torch.nn import functional
 from ipex_core.library.checks import (
     PRODUCT_TOLERANCE,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_like,
     check_not_expanded,
     check_score_scale,
@@ -171,10 +171,6 @@ def _check(a: Arguments) -> None:
     check_row_scales(OP, "value_scales", a.value_scales, a.value_cache)
 
 
-def _fake(a: Arguments) -> None:
-    return None
-
-
 def _tables(lengths: list[int], block_size: int, extra: int = 1) -> tuple[Tensor, int]:
     """Return block tables with blocks in random order, padded with -1, and the number of blocks."""
     counts = [-(-n // block_size) for n in lengths]
@@ -293,7 +289,7 @@ register(
         ),
         reference=_single_query,
         check=_check,
-        fake=_fake,
+        fake=lambda a: None,
         samples=_samples,
         stock=_stock,
         backward=None,
@@ -408,8 +404,7 @@ def _indirect_check(a: Arguments) -> None:
     sequences, queries, heads, size = a.query.shape
     check_head_size(INDIRECT_OP, size)
     check_score_scale(INDIRECT_OP, "scale", a.scale)
-    check_device(INDIRECT_OP, "key", a.key, a.query, "query")
-    check_dtype(INDIRECT_OP, "key", a.key, a.query, "query")
+    check_kind(INDIRECT_OP, "key", a.key, a.query, "query")
     check(
         a.key.dim() == 4 and (*a.key.shape[:2], a.key.shape[3]) == (sequences, queries, size),
         INDIRECT_OP,
@@ -442,10 +437,6 @@ def _indirect_check(a: Arguments) -> None:
     )
     check_mask(INDIRECT_OP, a.mask, a.query, (sequences, heads, queries, a.offset + queries))
     check_head_vector(INDIRECT_OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
-
-
-def _indirect_fake(a: Arguments) -> Tensor:
-    return a.query.new_empty(a.query.shape).transpose(1, 2)
 
 
 def _histories(
@@ -620,7 +611,7 @@ register(
         ),
         reference=_attention,
         check=_indirect_check,
-        fake=_indirect_fake,
+        fake=lambda a: a.query.new_empty(a.query.shape).transpose(1, 2),
         samples=_indirect_samples,
         stock=_indirect_stock,
         stock_args=_stock_args,

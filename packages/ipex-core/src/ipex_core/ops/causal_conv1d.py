@@ -13,7 +13,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.checks import (
     acc,
     check_device,
-    check_dtype,
+    check_kind,
     check_shape,
     check_tensor,
     dtype_name,
@@ -80,8 +80,7 @@ def _causal_conv1d_fn(
 
 
 def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_device(op, "weight", weight, x)
-    check_dtype(op, "weight", weight, x, or_float32=True)
+    check_kind(op, "weight", weight, x, or_float32=True)
     check(
         weight.dim() == 2 and weight.shape[0] == x.shape[1] and 1 <= weight.shape[1] <= MAX_TAPS,
         op,
@@ -171,8 +170,7 @@ def _update_check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     a.require(a.x.dim() in (2, 3), "x", "be 2-D [B, D] or 3-D [B, D, T]", f"{a.x.dim()}-D")
     _check_filter(a.op, a.x, a.weight, a.bias)
-    check_device(a.op, "conv_state", a.conv_state, a.x)
-    check_dtype(a.op, "conv_state", a.conv_state, a.x)
+    check_kind(a.op, "conv_state", a.conv_state, a.x)
     batch, dim = a.x.shape[:2]
     least = max(1, a.weight.shape[1] - 1)
     a.require(
@@ -194,10 +192,6 @@ def _update_check(a: Arguments) -> None:
             dtype_name(a.cache_seqlens.dtype),
         )
         check_shape(a.op, "cache_seqlens", a.cache_seqlens, [batch])
-
-
-def _update_fake(a: Arguments) -> Tensor:
-    return fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape)
 
 
 def _filter(dtype: torch.dtype, dim: int, width: int) -> tuple[Tensor, Tensor]:
@@ -352,7 +346,7 @@ register(
         ),
         reference=_causal_conv1d_update,
         check=_update_check,
-        fake=_update_fake,
+        fake=lambda a: fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape),
         samples=_update_samples,
         stock=_update_stock,
         backward=None,

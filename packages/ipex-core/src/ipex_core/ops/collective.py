@@ -316,14 +316,6 @@ def _check_gather(a: Arguments) -> None:
     a.require(a.x.shape[-1] == columns, "x", f"have sizes[rank] = {columns} columns", a.x.shape[-1])
 
 
-def _fake_reduce(a: Arguments) -> None:
-    return None
-
-
-def _fake_gather(a: Arguments) -> Tensor:
-    return a.x.new_empty(*a.x.shape[:-1], sum(a.sizes))
-
-
 def _prepared(
     peers: Sequence[Tensor], rank: int, note: int, slot_bytes: int, entered: int = 0
 ) -> Tensor:
@@ -385,7 +377,7 @@ register(
         ),
         reference=_all_reduce,
         check=_check_reduce,
-        fake=_fake_reduce,
+        fake=lambda a: None,
         samples=_reduce_samples,
         backward=None,
         lift=False,
@@ -402,7 +394,7 @@ register(
         ),
         reference=_all_gather,
         check=_check_gather,
-        fake=_fake_gather,
+        fake=lambda a: a.x.new_empty(*a.x.shape[:-1], sum(a.sizes)),
         samples=_gather_samples,
         backward=None,
         lift=False,

@@ -13,7 +13,7 @@ from ipex_core.library.checks import (
     PRODUCT_TOLERANCE,
     acc,
     check_device,
-    check_dtype,
+    check_kind,
     check_tensor,
     fake_like,
     randn,
@@ -157,8 +157,7 @@ def _check(a: Arguments) -> None:
         ("residual", a.residual, [a.x.shape[0], a.out_channels, *size]),
     ):
         if tensor is not None:
-            check_device(a.op, name, tensor, a.x)
-            check_dtype(a.op, name, tensor, a.x, or_float32=name == "bias")
+            check_kind(a.op, name, tensor, a.x, or_float32=name == "bias")
             right = list(tensor.shape) == wanted
             a.require(right, name, f"have shape {wanted}", list(tensor.shape))
 

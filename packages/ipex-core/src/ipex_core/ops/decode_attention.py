@@ -13,8 +13,7 @@ from torch.nn import functional
 from ipex_core.library.checks import (
     PRODUCT_TOLERANCE,
     acc,
-    check_device,
-    check_dtype,
+    check_kind,
     check_not_expanded,
     check_score_scale,
     check_tensor,
@@ -340,8 +339,7 @@ def _mla_check(a: Arguments) -> None:
     text = f"be between 1 and the width of query = {width}"
     check(0 < a.kv_lora_rank <= width, MLA_OP, "kv_lora_rank", text, a.kv_lora_rank)
     check_score_scale(MLA_OP, "scale", a.scale)
-    check_device(MLA_OP, "kv_cache", a.kv_cache, a.query, "query")
-    check_dtype(MLA_OP, "kv_cache", a.kv_cache, a.query, "query")
+    check_kind(MLA_OP, "kv_cache", a.kv_cache, a.query, "query")
     shape = list(a.kv_cache.shape)
     fits = a.kv_cache.dim() == 3 and shape[2] == width
     check(fits, MLA_OP, "kv_cache", f"have shape [blocks, rows, {width}]", shape)
@@ -361,16 +359,11 @@ def _mla_check(a: Arguments) -> None:
         text = f"have {sequences} blocks where there are no block_tables"
         check(shape[0] == sequences, MLA_OP, "kv_cache", text, shape[0])
     if a.new_rows is not None:
-        check_device(MLA_OP, "new_rows", a.new_rows, a.query, "query")
-        check_dtype(MLA_OP, "new_rows", a.new_rows, a.query, "query")
+        check_kind(MLA_OP, "new_rows", a.new_rows, a.query, "query")
         got = list(a.new_rows.shape)
         check(
             got == [sequences, width], MLA_OP, "new_rows", f"have shape [{sequences}, {width}]", got
         )
-
-
-def _mla_fake(a: Arguments) -> Tensor:
-    return a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank)
 
 
 def _arguments(
@@ -449,7 +442,7 @@ register(
         ),
         reference=_mla,
         check=_mla_check,
-        fake=_mla_fake,
+        fake=lambda a: a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank),
         samples=_mla_samples,
         stock=_mla_stock,
         backward=None,

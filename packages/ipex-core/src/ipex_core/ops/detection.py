@@ -12,8 +12,7 @@ import torch
 from ipex_core.library.checks import (
     acc,
     check_broadcastable,
-    check_device,
-    check_dtype,
+    check_kind,
     check_shape,
     check_tensor,
     fake_like,
@@ -103,16 +102,11 @@ def _nms_mask(
 def _check(a: Arguments) -> None:
     check_tensor(a.op, "boxes", a.boxes, min_dim=2)
     a.require(a.boxes.shape[-1] == 4, "boxes", "have shape [..., N, 4]", list(a.boxes.shape))
-    check_device(a.op, "scores", a.scores, a.boxes, "boxes")
-    check_dtype(a.op, "scores", a.scores, a.boxes, "boxes", or_float32=True)
+    check_kind(a.op, "scores", a.scores, a.boxes, "boxes", or_float32=True)
     shape = list(a.boxes.shape[:-1])
     check_shape(a.op, "scores", a.scores, shape)
     a.require(math.isfinite(a.threshold), "threshold", "be finite", f"{a.threshold:g}")
     a.require(math.isfinite(a.offset), "offset", "be finite", f"{a.offset:g}")
-
-
-def _fake(a: Arguments) -> Tensor:
-    return torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device)
 
 
 def random_boxes(*shape: int, dtype: torch.dtype, seed: int, size: float = 300.0) -> Tensor:
@@ -203,7 +197,7 @@ register(
         ),
         reference=_nms_mask,
         check=_check,
-        fake=_fake,
+        fake=lambda a: torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device),
         samples=_samples,
         stock=_stock,
         backward=None,
@@ -251,15 +245,10 @@ def _boxes_check(a: Arguments) -> None:
     check_tensor(a.op, "locations", a.locations)
     shape = list(a.locations.shape)
     a.require(shape[-1] == 4, "locations", "have shape [..., 4]", shape)
-    check_device(a.op, "priors", a.priors, a.locations, "locations")
-    check_dtype(a.op, "priors", a.priors, a.locations, "locations", or_float32=True)
+    check_kind(a.op, "priors", a.priors, a.locations, "locations", or_float32=True)
     fine = a.priors.dim() > 0 and a.priors.shape[-1] == 4
     a.require(fine, "priors", "have shape [..., 4]", list(a.priors.shape))
     check_broadcastable(a.op, "priors", a.priors, shape, "locations")
-
-
-def _boxes_fake(a: Arguments) -> Tensor:
-    return fake_like(a.locations)
 
 
 def _priors(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -315,7 +304,7 @@ register(
         ),
         reference=_locations_to_boxes,
         check=_boxes_check,
-        fake=_boxes_fake,
+        fake=lambda a: fake_like(a.locations),
         samples=_boxes_samples,
         stock=_boxes_stock,
         tolerance={

@@ -13,8 +13,8 @@ from ipex_core.library.checks import (
     PRODUCT_TOLERANCE,
     acc,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_one_of,
     check_shape,
     check_tensor,
@@ -404,8 +404,7 @@ def _check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
         f"be 2-D with {tokens} rows",
         list(topk_ids.shape),
     )
-    check_device(op, "topk_weights", topk_weights, x, "hidden_states")
-    check_dtype(op, "topk_weights", topk_weights, x, "hidden_states", or_float32=True)
+    check_kind(op, "topk_weights", topk_weights, x, "hidden_states", or_float32=True)
     check(
         topk_weights.shape == topk_ids.shape,
         op,
@@ -433,8 +432,7 @@ def _check_ids(topk_ids: Tensor, total: int) -> None:
 def _check_bias(x: Tensor, name: str, bias: Tensor | None, shape: list[int]) -> None:
     op = "fused_experts"
     if bias is not None:
-        check_device(op, name, bias, x, "hidden_states")
-        check_dtype(op, name, bias, x, "hidden_states", or_float32=True)
+        check_kind(op, name, bias, x, "hidden_states", or_float32=True)
         check_shape(op, name, bias, shape)
 
 
@@ -476,8 +474,7 @@ def _check_shared(
     most = max(w13.shape[0], w2.shape[0])
     check(most == 1, op, "shared_w13", "hold one expert", most)
     if weights is not None:
-        check_device(op, "shared_weights", weights, x, "hidden_states")
-        check_dtype(op, "shared_weights", weights, x, "hidden_states", or_float32=True)
+        check_kind(op, "shared_weights", weights, x, "hidden_states", or_float32=True)
         check(
             list(weights.shape) == [tokens],
             op,
@@ -485,10 +482,6 @@ def _check_shared(
             f"be 1-D of size {tokens}",
             list(weights.shape),
         )
-
-
-def _fake(a: Arguments) -> Tensor:
-    return torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format)
 
 
 def _stock_args(
@@ -532,7 +525,7 @@ register(
         ),
         reference=_fused_experts,
         check=_check,
-        fake=_fake,
+        fake=lambda a: torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format),
         samples=expert_samples,
         stock=_stock,
         stock_args=_stock_args,

@@ -16,6 +16,7 @@ from ipex_core.library.checks import (
     check_device,
     check_dtype,
     check_dtype_in,
+    check_kind,
     check_shape,
     check_tensor,
     dtype_name,
@@ -144,14 +145,9 @@ def _check(a: Arguments) -> None:
     check_device(OP, "packed_weight", a.packed_weight, a.x)
     check_packed_rows(OP, "packed_weight", a.packed_weight, groups, n, a.x.shape[1], a.x.dtype)
     if a.bias is not None:
-        check_device(OP, "bias", a.bias, a.x)
-        check_dtype(OP, "bias", a.bias, a.x, or_float32=True)
+        check_kind(OP, "bias", a.bias, a.x, or_float32=True)
         check_shape(OP, "bias", a.bias, [groups, n])
     check_operands(OP, a.x, a.out_features, None, a.mul, a.residual, a.residual2, a.gate)
-
-
-def _fake(a: Arguments) -> Tensor:
-    return a.x.new_empty(a.x.shape[0], a.out_features)
 
 
 def _case(
@@ -230,7 +226,7 @@ register(
         ),
         reference=_grouped_linear,
         check=_check,
-        fake=_fake,
+        fake=lambda a: a.x.new_empty(a.x.shape[0], a.out_features),
         samples=_samples,
         stock=_stock,
         stock_args=_stock_args,
@@ -308,8 +304,7 @@ def _bmm_check(a: Arguments) -> None:
             a.out_features,
         )
     if a.add is not None:
-        check_device(BMM_OP, "add", a.add, a.a, "a")
-        check_dtype(BMM_OP, "add", a.add, a.a, "a")
+        check_kind(BMM_OP, "add", a.add, a.a, "a")
         shape = [batch, m, n]
         check_shape(BMM_OP, "add", a.add, shape)
 

@@ -11,7 +11,7 @@ import torch
 
 from ipex_core.library.checks import (
     check_device,
-    check_dtype,
+    check_kind,
     check_tensor,
     dtype_name,
     randn,
@@ -95,10 +95,6 @@ def _unpack_check(a: Arguments) -> None:
     _packed_int8.check_packed(a.op, "packed", a.packed, a.out_features, a.in_features)
 
 
-def _unpack_fake(a: Arguments) -> Tensor:
-    return a.packed.new_empty(a.out_features, a.in_features, dtype=torch.int8)
-
-
 def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for sample in _pack_samples(dtype):
         weight = sample.args[0]
@@ -125,7 +121,7 @@ register(
         schema="(Tensor packed, int out_features, int in_features) -> Tensor",
         reference=_unpack,
         check=_unpack_check,
-        fake=_unpack_fake,
+        fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=torch.int8),
         samples=_unpack_samples,
         dtypes=(torch.uint8,),
         backward=None,
@@ -514,8 +510,7 @@ def _matmul(
 
 def _matmul_check(a: Arguments) -> None:
     check_tensor(OP, "a", a.a, min_dim=2)
-    check_device(OP, "b", a.b, a.a, "a")
-    check_dtype(OP, "b", a.b, a.a, "a")
+    check_kind(OP, "b", a.b, a.a, "a")
     both = zip(reversed(a.a.shape[:-2]), reversed(a.b.shape[:-2]), strict=False)
     fits = a.b.dim() >= 2 and a.b.shape[-2] == a.a.shape[-1]
     fits = fits and all(x in (y, 1) or y == 1 for x, y in both)
@@ -581,12 +576,6 @@ def _matmul_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((a, b, *_SCALES), id="special_values")
 
 
-def _matmul_stock(
-    a: Tensor, b: Tensor, a_scale: float, a_zero: int, b_scale: float, b_zero: int
-) -> Tensor:
-    return torch.matmul(a, b)
-
-
 def _matmul_bench() -> Iterator[BenchCase]:
     for batch, length, size in ((1, 128, 64), (8, 128, 64), (1, 512, 64)):
         for name, m, k, n in (("scores", length, size, length), ("values", length, length, size)):
@@ -620,7 +609,7 @@ register(
         check=_matmul_check,
         fake=_matmul_fake,
         samples=_matmul_samples,
-        stock=_matmul_stock,
+        stock=lambda a, b, a_scale, a_zero, b_scale, b_zero: torch.matmul(a, b),
         backward=None,
         autocast="lower_precision",
         lift=False,

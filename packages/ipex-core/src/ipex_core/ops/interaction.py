@@ -85,10 +85,6 @@ def _check_inputs(op: str, inputs: Sequence[Tensor]) -> None:
         check_like(op, f"inputs[{i}]", value, first, "inputs[0]")
 
 
-def _check(a: Arguments) -> None:
-    _check_inputs(_FORWARD, a.inputs)
-
-
 def _check_backward(a: Arguments) -> None:
     _check_inputs(_BACKWARD, a.inputs)
     first = a.inputs[0]
@@ -101,10 +97,6 @@ def _check_backward(a: Arguments) -> None:
 def _fake(a: Arguments) -> Tensor:
     batch, dim = a.inputs[0].shape
     return a.inputs[0].new_empty(batch, _width(len(a.inputs), dim))
-
-
-def _fake_backward(a: Arguments) -> Tensor:
-    return a.grad.new_empty(len(a.inputs), *a.inputs[0].shape)
 
 
 def _inputs(count: int, batch: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -204,7 +196,7 @@ register(
         name=_FORWARD,
         schema="(Tensor[] inputs) -> Tensor",
         reference=_interaction,
-        check=_check,
+        check=lambda a: _check_inputs(_FORWARD, a.inputs),
         fake=_fake,
         samples=_samples,
         stock=_stock,
@@ -221,7 +213,7 @@ register(
         schema="(Tensor grad, Tensor[] inputs) -> Tensor",
         reference=_backward,
         check=_check_backward,
-        fake=_fake_backward,
+        fake=lambda a: a.grad.new_empty(len(a.inputs), *a.inputs[0].shape),
         samples=_samples_backward,
         stock=_stock_backward,
         backward=None,

@@ -373,10 +373,6 @@ def _check(a: Arguments) -> None:
     )
 
 
-def _fake(a: Arguments) -> None:
-    return None
-
-
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     def make(
         tokens: int, heads: int, size: int, blocks: int, rows: int, cache: torch.dtype
@@ -455,7 +451,7 @@ for _name, _reference in (
             ),
             reference=_reference,
             check=_check,
-            fake=_fake,
+            fake=lambda a: None,
             samples=_samples,
             stock=_stock,
             backward=None,

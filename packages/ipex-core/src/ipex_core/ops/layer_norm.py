@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -106,27 +106,48 @@ def _add_layer_norm_in_place(
     return _normalize(residual, weight, bias, eps)
 
 
-def _check(a: Arguments) -> None:
+def check_norm(a: Arguments) -> None:
+    """Check the arguments of any norm, alone and after a residual addition."""
+    given = vars(a)  # the ops differ in their arguments, not in what is wrong with one
     check_tensor(a.op, "x", a.x)
+    if "residual" in given:
+        check_like(a.op, "residual", a.residual, a.x)
     check_vector(a.op, "weight", a.weight, a.x)
-    check_vector(a.op, "bias", a.bias, a.x)
-
-
-def _add_check(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x)
-    check_like(a.op, "residual", a.residual, a.x)
-    check_vector(a.op, "weight", a.weight, a.x)
-    check_vector(a.op, "bias", a.bias, a.x)
-    if a.op == "add_layer_norm_":  # which writes it
+    check_vector(a.op, "bias", given.get("bias"), a.x)
+    if a.op.endswith("_"):  # which writes it
         check_not_expanded(a.op, "residual", a.residual)
 
 
-def _fake(a: Arguments) -> Tensor:
+def fake_norm(a: Arguments) -> Tensor:
+    """Return the result of a norm without values."""
     return fake_like(a.x)
 
 
-def _add_fake(a: Arguments) -> tuple[Tensor, Tensor]:
+def fake_sum(a: Arguments) -> tuple[Tensor, Tensor]:
+    """Return the results of a norm after an addition without values."""
     return fake_like(a.x), fake_like(a.x)
+
+
+def stock_after_sum(norm: Callable[..., Tensor], in_place: bool = False) -> Callable[..., Any]:
+    """Return what a user of stock PyTorch would write for an addition and a norm."""
+
+    def stock(x: Tensor, residual: Tensor, *rest: Any) -> Any:
+        total = residual.add_(x) if in_place else x + residual
+        return norm(total, *rest) if in_place else (norm(total, *rest), total)
+
+    return stock
+
+
+def bench_of_norm(vectors: int, eps: float, added: int = 0) -> Callable[[], Iterator[BenchCase]]:
+    """Return the benchmark of a norm with some vectors, after ``added`` additions."""
+    return lambda: row_bench(
+        lambda r, c, dtype: (
+            *(randn(r, c, dtype=dtype, seed=i) for i in range(1 + added)),
+            *(randn(c, dtype=dtype, seed=i) for i in range(vectors)),
+            eps,
+        ),
+        moves=2 + 2 * added,
+    )
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -159,45 +180,6 @@ def _stock(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def _add_stock(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return torch.nn.functional.layer_norm(total, (x.shape[-1],), weight, bias, eps), total
-
-
-def _in_place_stock(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
-) -> Tensor:
-    residual.add_(x)
-    return torch.nn.functional.layer_norm(residual, (x.shape[-1],), weight, bias, eps)
-
-
-def _bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (
-            randn(r, c, dtype=dtype),
-            randn(c, dtype=dtype),
-            randn(c, dtype=dtype, seed=1),
-            1e-5,
-        ),
-        moves=2,
-    )
-
-
-def _add_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (
-            randn(r, c, dtype=dtype),
-            randn(r, c, dtype=dtype, seed=1),
-            randn(c, dtype=dtype),
-            randn(c, dtype=dtype, seed=2),
-            1e-5,
-        ),
-        moves=4,
-    )
-
-
 _TOLERANCE = {
     torch.float32: (1e-4, 1e-4),
     torch.bfloat16: (1.6e-2, 1e-2),
@@ -209,12 +191,12 @@ register(
         name="layer_norm",
         schema="(Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5) -> Tensor",
         reference=_layer_norm,
-        check=_check,
-        fake=_fake,
+        check=check_norm,
+        fake=fake_norm,
         samples=_samples,
         stock=_stock,
         tolerance=_TOLERANCE,
-        bench=_bench,
+        bench=bench_of_norm(2, 1e-5),
         summary="Layer normalization over the last dimension",
     )
 )
@@ -226,13 +208,13 @@ register(
             " -> (Tensor, Tensor)"
         ),
         reference=_add_layer_norm,
-        check=_add_check,
-        fake=_add_fake,
+        check=check_norm,
+        fake=fake_sum,
         autocast="widest_type",
         samples=_add_samples,
-        stock=_add_stock,
+        stock=stock_after_sum(_stock),
         tolerance=_TOLERANCE,
-        bench=_add_bench,
+        bench=bench_of_norm(2, 1e-5, added=1),
         summary="Residual addition followed by layer normalization",
     )
 )
@@ -244,12 +226,12 @@ register(
             " -> Tensor"
         ),
         reference=_add_layer_norm_in_place,
-        check=_add_check,
-        fake=_fake,
+        check=check_norm,
+        fake=fake_norm,
         samples=_add_samples,
-        stock=_in_place_stock,
+        stock=stock_after_sum(_stock, in_place=True),
         tolerance=_TOLERANCE,
-        bench=_add_bench,
+        bench=bench_of_norm(2, 1e-5, added=1),
         summary="Residual addition in place followed by layer normalization",
     )
 )
@@ -377,10 +359,6 @@ def _backward_check(a: Arguments) -> None:
     check_drop(BACKWARD, a.p, a.seed, a.stream, a.grad, "grad")
 
 
-def _dropout_fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    return fake_like(a.x), fake_like(a.x)
-
-
 def _backward_fake(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     columns = torch.empty(3, a.grad.shape[-1], dtype=torch.float32, device=a.grad.device)
     return fake_like(a.grad), fake_like(a.grad), columns
@@ -467,7 +445,7 @@ register(
         ),
         reference=_forward,
         check=_dropout_check,
-        fake=_dropout_fake,
+        fake=fake_sum,
         samples=_dropout_samples,
         stock=_dropout_stock,
         backward=_backward_of_op,

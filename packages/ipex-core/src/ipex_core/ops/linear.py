@@ -193,10 +193,6 @@ def _check(a: Arguments) -> None:
     check_operands(a.op, a.x, a.out_features, a.bias, a.mul, a.residual, a.residual2, a.gate)
 
 
-def _fake(a: Arguments) -> Tensor:
-    return a.x.new_empty(*a.x.shape[:-1], a.out_features)
-
-
 def _case(
     dtype: torch.dtype, m: int, k: int, n: int, seed: int = 0
 ) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
@@ -303,7 +299,7 @@ register(
         ),
         reference=_linear,
         check=_check,
-        fake=_fake,
+        fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
         samples=_samples,
         stock=functional.linear,
         stock_args=stock_args,
@@ -377,10 +373,6 @@ def _unpack_check(a: Arguments) -> None:
     check_packed(a.op, "packed", a.packed, a.out_features, a.in_features, a.dtype)
 
 
-def _unpack_fake(a: Arguments) -> Tensor:
-    return a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype)
-
-
 def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for sample in _pack_samples(dtype):
         weight = sample.args[0]
@@ -406,7 +398,7 @@ register(
         schema="(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
         reference=_unpack,
         check=_unpack_check,
-        fake=_unpack_fake,
+        fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
         samples=_unpack_samples,
         backward=None,
         lift=False,
@@ -455,10 +447,6 @@ def _embedding_check(a: Arguments) -> None:
     check_packed(_OP, "packed", a.packed, a.num_embeddings, a.embedding_dim, a.dtype)
     check_device(_OP, "ids", a.ids, a.packed, "packed")
     check_tensor(_OP, "ids", a.ids, (torch.int32, torch.int64), min_dim=0)
-
-
-def _embedding_fake(a: Arguments) -> Tensor:
-    return a.packed.new_empty(*a.ids.shape, a.embedding_dim, dtype=a.dtype)
 
 
 def _ids(*shape: int, rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -513,7 +501,7 @@ register(
         ),
         reference=_embedding,
         check=_embedding_check,
-        fake=_embedding_fake,
+        fake=lambda a: a.packed.new_empty(*a.ids.shape, a.embedding_dim, dtype=a.dtype),
         samples=_embedding_samples,
         stock=torch.nn.functional.embedding,
         stock_args=_stock_args,

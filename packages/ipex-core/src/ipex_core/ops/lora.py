@@ -13,7 +13,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.library.checks import (
     acc,
     check_device,
-    check_dtype,
+    check_kind,
     check_shape,
     check_tensor,
     dtype_name,
@@ -220,8 +220,7 @@ def _check(
         "have shape [adapters, outputs, inputs] or [adapters, 1, outputs, inputs]",
         list(weights.shape),
     )
-    check_device(op, "input", input, weights, "weights")
-    check_dtype(op, "input", input, weights, "weights", or_float32=True)
+    check_kind(op, "input", input, weights, "weights", or_float32=True)
     inputs = weights.shape[-1]
     check(
         input.dim() == 2 and input.shape[1] == inputs,
@@ -230,8 +229,7 @@ def _check(
         f"have shape [rows, {inputs}]",
         list(input.shape),
     )
-    check_device(op, "out", out, weights, "weights")
-    check_dtype(op, "out", out, weights, "weights", or_float32=True)
+    check_kind(op, "out", out, weights, "weights", or_float32=True)
     rows = input.shape[0]
     check(
         out.dim() == 2 and out.shape[0] == rows,

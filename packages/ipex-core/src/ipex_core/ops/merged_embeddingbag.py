@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ipex_core.library.checks import (
     acc,
     check_device,
-    check_dtype,
+    check_kind,
     check_shape,
     check_tensor,
     dtype_name,
@@ -65,8 +65,7 @@ def check_bags(
     dim = first.shape[1]
     for i, weight in enumerate(weights):
         name = f"weights[{i}]"
-        check_device(op, name, weight, first, "weights[0]")
-        check_dtype(op, name, weight, first, "weights[0]")
+        check_kind(op, name, weight, first, "weights[0]")
         fits = weight.dim() == 2 and weight.shape[1] == dim
         check(fits, op, name, f"have shape [rows, {dim}]", list(weight.shape))
     known, mode = pooling_mode in ("sum", "mean"), repr(pooling_mode)
@@ -89,8 +88,7 @@ def check_bags(
     check(pooling_mode == "sum", op, "pooling_mode", "be 'sum' with per_sample_weights", mode)
     for i, value in enumerate(per_sample_weights):
         name = f"per_sample_weights[{i}]"
-        check_device(op, name, value, first, "weights[0]")
-        check_dtype(op, name, value, first, "weights[0]")
+        check_kind(op, name, value, first, "weights[0]")
         shape = list(indices[i].shape)
         check_shape(op, name, value, shape)
 
@@ -298,8 +296,7 @@ def _float_check(a: Arguments) -> None:
 
 def _check_cat(a: Arguments) -> None:
     check_bags(_CAT, a.weights, a.indices, a.offsets, [], a.pooling_mode, a.include_last_offset)
-    check_device(_CAT, "dense", a.dense, a.weights[0], "weights[0]")
-    check_dtype(_CAT, "dense", a.dense, a.weights[0], "weights[0]")
+    check_kind(_CAT, "dense", a.dense, a.weights[0], "weights[0]")
     check_dense(_CAT, a.dense, a.weights, a.offsets, a.include_last_offset)
 
 
@@ -572,10 +569,6 @@ def _int8_check(a: Arguments) -> None:
     check_dense(_NAME, a.dense, a.weights, a.offsets, a.include_last_offset)
 
 
-def _int8_fake(a: Arguments) -> Tensor:
-    return a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1])
-
-
 def _quantized(tables: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     pairs = [quantize_table(table) for table in tables]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -655,7 +648,7 @@ register(
         ),
         reference=_int8_forward,
         check=_int8_check,
-        fake=_int8_fake,
+        fake=lambda a: a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1]),
         samples=_int8_samples,
         stock=_int8_stock,
         stock_args=_stock_args,

@@ -12,8 +12,8 @@ import torch
 from ipex_core.library.checks import (
     acc,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_shape,
     dtype_name,
 )
@@ -198,8 +198,7 @@ def _check_update(
     shape = [offsets[0].shape[0] - int(include_last_offset), first.shape[1]]
     check_table_list(op, "grads", grads, tables)
     for i, grad in enumerate(grads):
-        check_device(op, f"grads[{i}]", grad, first, "weights[0]")
-        check_dtype(op, f"grads[{i}]", grad, first, "weights[0]")
+        check_kind(op, f"grads[{i}]", grad, first, "weights[0]")
         check_shape(op, f"grads[{i}]", grad, shape)
     check_table_list(op, "trails", trails, tables)
     for i, (weight, trail) in enumerate(zip(weights, trails, strict=True)):

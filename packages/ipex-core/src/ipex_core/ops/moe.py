@@ -448,10 +448,6 @@ def _stack_check(a: Arguments) -> None:
         )
 
 
-def _stack_fake(a: Arguments) -> Tensor:
-    return a.packed[0].new_empty(len(a.packed), a.packed[0].shape[0])
-
-
 def _stack_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for count, size in ((1, 64), (3, 128), (5, 1 << 15), (2, 100)):
         parts = [(torch.arange(size) * (i + 3) % 251).to(torch.uint8) for i in range(count)]
@@ -464,7 +460,7 @@ register(
         schema="(Tensor[] packed) -> Tensor",
         reference=_stack,
         check=_stack_check,
-        fake=_stack_fake,
+        fake=lambda a: a.packed[0].new_empty(len(a.packed), a.packed[0].shape[0]),
         samples=_stack_samples,
         backward=None,
         lift=False,

@@ -225,10 +225,6 @@ def _cat_bfloat16_float(top: Tensor, low: Tensor) -> Tensor:
     return join(top, low)
 
 
-def _check_split(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x, (torch.float32,), min_dim=0)
-
-
 def _check_cat(a: Arguments) -> None:
     check_tensor(a.op, "top", a.top, (torch.bfloat16,), min_dim=0)
     check_like(a.op, "low", a.low, a.top, of="top")
@@ -267,7 +263,7 @@ register(
         name="split_float_bfloat16",
         schema="(Tensor x) -> (Tensor, Tensor)",
         reference=_split_float_bfloat16,
-        check=_check_split,
+        check=lambda a: check_tensor(a.op, "x", a.x, (torch.float32,), min_dim=0),
         fake=_halves,
         samples=_split_samples,
         dtypes=(torch.float32,),

@@ -87,10 +87,6 @@ def _per_token(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tenso
     return codes(x, scale, zero, symmetric), scale, zero
 
 
-def _per_token_check(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x)
-
-
 def _new_codes(x: Tensor, symmetric: bool) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.int8 if symmetric else torch.uint8)
 
@@ -143,7 +139,7 @@ register(
         name="quantize_per_token",
         schema="(Tensor x, bool symmetric=True) -> (Tensor, Tensor, Tensor)",
         reference=_per_token,
-        check=_per_token_check,
+        check=lambda a: check_tensor(a.op, "x", a.x),
         fake=_per_token_fake,
         samples=_per_token_samples,
         stock=stock_per_token,

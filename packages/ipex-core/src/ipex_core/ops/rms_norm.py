@@ -12,19 +12,20 @@ from ipex_core.library.checks import (
     acc,
     check_broadcastable,
     check_device,
-    check_like,
-    check_not_expanded,
-    check_tensor,
-    check_vector,
     dtype_name,
-    fake_like,
     randn,
-    row_bench,
     row_samples,
 )
 from ipex_core.library.kernels import register, run_op, specs
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.layer_norm import _normalize as normalize_layer
+from ipex_core.ops.layer_norm import (
+    bench_of_norm,
+    check_norm,
+    fake_norm,
+    fake_sum,
+    stock_after_sum,
+)
 from ipex_core.ops.quantize import check_scale, choose, codes
 
 Tensor = torch.Tensor
@@ -132,27 +133,6 @@ def _add_rms_norm_in_place(
     return _normalize(residual, weight, eps, weight_offset)
 
 
-def _check(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x)
-    check_vector(a.op, "weight", a.weight, a.x)
-
-
-def _add_check(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x)
-    check_like(a.op, "residual", a.residual, a.x)
-    check_vector(a.op, "weight", a.weight, a.x)
-    if a.op == "add_rms_norm_":  # which writes it
-        check_not_expanded(a.op, "residual", a.residual)
-
-
-def _fake(a: Arguments) -> Tensor:
-    return fake_like(a.x)
-
-
-def _add_fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    return fake_like(a.x), fake_like(a.x)
-
-
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, x in row_samples(dtype):
         weight = randn(x.shape[-1], dtype=dtype, seed=11)
@@ -185,46 +165,16 @@ def _stock(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def _add_stock(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return torch.nn.functional.rms_norm(total, (x.shape[-1],), weight, eps), total
-
-
-def _in_place_stock(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    residual.add_(x)
-    return torch.nn.functional.rms_norm(residual, (x.shape[-1],), weight, eps)
-
-
-def _bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (randn(r, c, dtype=dtype), randn(c, dtype=dtype), 1e-6), moves=2
-    )
-
-
-def _add_bench() -> Iterator[BenchCase]:
-    return row_bench(
-        lambda r, c, dtype: (
-            randn(r, c, dtype=dtype),
-            randn(r, c, dtype=dtype, seed=1),
-            randn(c, dtype=dtype),
-            1e-6,
-        ),
-        moves=4,
-    )
-
-
 register(
     OpSpec(
         name="rms_norm",
         schema="(Tensor x, Tensor? weight, float eps=1e-6, float weight_offset=0.0) -> Tensor",
         reference=_rms_norm,
-        check=_check,
-        fake=_fake,
+        check=check_norm,
+        fake=fake_norm,
         samples=_samples,
         stock=_stock,
-        bench=_bench,
+        bench=bench_of_norm(1, 1e-6),
         summary="RMS normalization over the last dimension",
     )
 )
@@ -236,12 +186,12 @@ register(
             " -> (Tensor, Tensor)"
         ),
         reference=_add_rms_norm,
-        check=_add_check,
-        fake=_add_fake,
+        check=check_norm,
+        fake=fake_sum,
         autocast="widest_type",
         samples=_add_samples,
-        stock=_add_stock,
-        bench=_add_bench,
+        stock=stock_after_sum(_stock),
+        bench=bench_of_norm(1, 1e-6, added=1),
         summary="Residual addition followed by RMS normalization",
     )
 )
@@ -253,11 +203,11 @@ register(
             " float weight_offset=0.0) -> Tensor"
         ),
         reference=_add_rms_norm_in_place,
-        check=_add_check,
-        fake=_fake,
+        check=check_norm,
+        fake=fake_norm,
         samples=_in_place_samples,
-        stock=_in_place_stock,
-        bench=_add_bench,
+        stock=stock_after_sum(_stock, in_place=True),
+        bench=bench_of_norm(1, 1e-6, added=1),
         summary="Residual addition in place followed by RMS normalization",
     )
 )
@@ -380,13 +330,7 @@ def _add_layer_norm_quant(
 
 
 def _quant_check(a: Arguments) -> None:
-    given = vars(a)  # the ops differ in their arguments, not in what is wrong with one
-    check_tensor(a.op, "x", a.x)
-    if "residual" in given:
-        check_like(a.op, "residual", a.residual, a.x)
-        check_not_expanded(a.op, "residual", a.residual)
-    check_vector(a.op, "weight", a.weight, a.x)
-    check_vector(a.op, "bias", given.get("bias"), a.x)
+    check_norm(a)
     if a.scale is None:
         return
     check_device(a.op, "scale", a.scale, a.x)

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from ipex_core.errors import OpArgumentError
-from ipex_core.library.checks import check_device, check_dtype, check_tensor, dtype_name, randn
+from ipex_core.library.checks import (
+    check_device,
+    check_kind,
+    check_tensor,
+    dtype_name,
+    randn,
+)
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample, check
 from ipex_core.ops.state_space import check_writable
@@ -209,18 +215,9 @@ def _update_check(a: Arguments) -> None:
 def _check_values(
     op: str, name: str, value: Tensor, shape: Sequence[int], x: Tensor, of: str
 ) -> None:
-    check_device(op, name, value, x, of)
-    check_dtype(op, name, value, x, of)
+    check_kind(op, name, value, x, of)
     fine = list(value.shape) == list(shape)
     check(fine, op, name, f"have shape {list(shape)}", list(value.shape))
-
-
-def _embedding_fake(a: Arguments) -> Tensor:
-    return a.table.new_empty(a.idx.shape[0], a.table.shape[1])
-
-
-def _update_fake(a: Arguments) -> Tensor:
-    return torch.empty(1, dtype=torch.bool, device=a.k.device)
 
 
 def _embedding_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -276,7 +273,7 @@ register(
         schema="(Tensor table, Tensor idx, int sos=-1) -> Tensor",
         reference=_rnnt_embedding,
         check=_embedding_check,
-        fake=_embedding_fake,
+        fake=lambda a: a.table.new_empty(a.idx.shape[0], a.table.shape[1]),
         samples=_embedding_samples,
         backward=None,
         lift=False,
@@ -296,7 +293,7 @@ register(
         ),
         reference=_rnnt_update,
         check=_update_check,
-        fake=_update_fake,
+        fake=lambda a: torch.empty(1, dtype=torch.bool, device=a.k.device),
         samples=_update_samples,
         backward=None,
         lift=False,

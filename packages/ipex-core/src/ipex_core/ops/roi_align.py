@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.checks import (
     acc,
-    check_device,
-    check_dtype,
+    check_kind,
     check_shape,
     check_tensor,
     randn,
@@ -202,8 +201,7 @@ def _backward(grads: tuple[Tensor], *args: Any) -> tuple[Tensor | None, ...]:
 def _check_boxes(
     op: str, rois: Tensor, x: Tensor, of: str, scale: float, pooled: Sequence[int], ratio: int
 ) -> None:
-    check_device(op, "rois", rois, x, of)
-    check_dtype(op, "rois", rois, x, of, or_float32=True)
+    check_kind(op, "rois", rois, x, of, or_float32=True)
     fine = rois.dim() == 2 and rois.shape[1] == 5
     check(fine, op, "rois", "have shape [K, 5]", list(rois.shape))
     check(0 < scale < 1e30, op, "spatial_scale", "be positive and below 1e+30", f"{scale:g}")

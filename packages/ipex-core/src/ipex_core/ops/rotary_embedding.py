@@ -17,6 +17,7 @@ from ipex_core.library.checks import (
     check_device,
     check_dtype,
     check_dtype_in,
+    check_kind,
     check_like,
     check_not_expanded,
     check_tensor,
@@ -107,8 +108,7 @@ def check_heads(op: str, query: Tensor, key: Tensor) -> None:
         "be 3-D [tokens, heads, head_dim] or 4-D [batch, positions, heads, head_dim]",
         f"{query.dim()}-D",
     )
-    check_device(op, "key", key, query, "query")
-    check_dtype(op, "key", key, query, "query")
+    check_kind(op, "key", key, query, "query")
     check(
         key.dim() == query.dim()
         and key.shape[:-2] == query.shape[:-2]
@@ -122,8 +122,7 @@ def check_heads(op: str, query: Tensor, key: Tensor) -> None:
 
 def check_tables(op: str, sin: Tensor, cos: Tensor, query: Tensor, rotary_dim: int) -> None:
     """Check the tables of sines and cosines."""
-    check_device(op, "sin", sin, query, "query")
-    check_dtype(op, "sin", sin, query, "query", or_float32=True)
+    check_kind(op, "sin", sin, query, "query", or_float32=True)
     check(
         sin.dim() >= 2 and sin.shape[-1] in (rotary_dim, rotary_dim // 2),
         op,
@@ -248,10 +247,6 @@ def _fake(a: Arguments) -> None:
     return None
 
 
-def _functional_fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    return fake_like(a.query), fake_like(a.key)
-
-
 def tables(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return sines and cosines of random angles: ``(sin, cos)``."""
     angles = randn(rows, columns, seed=seed + 61, scale=3.0)
@@ -343,7 +338,7 @@ register(
         schema=f"(Tensor query, Tensor key, {_ARGUMENTS} -> (Tensor, Tensor)",
         reference=_functional,
         check=_check_functional,
-        fake=_functional_fake,
+        fake=lambda a: (fake_like(a.query), fake_like(a.key)),
         samples=_plain_samples,
         stock=stock_rotary,
         bench=_plain_bench,
@@ -428,8 +423,7 @@ def _batched_check(a: Arguments) -> None:
     check_dtype(_OP, "key", a.key, a.query, "query")
     check_rotary_dim(_OP, "rot_dim", a.rot_dim, a.head_size)
     cache = a.cos_sin_cache
-    check_device(_OP, "cos_sin_cache", cache, a.query, "query")
-    check_dtype(_OP, "cos_sin_cache", cache, a.query, "query", or_float32=True)
+    check_kind(_OP, "cos_sin_cache", cache, a.query, "query", or_float32=True)
     check(
         cache.dim() == 2 and cache.shape[1] == a.rot_dim,
         _OP,

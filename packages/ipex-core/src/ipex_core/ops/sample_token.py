@@ -108,10 +108,6 @@ def _check(a: Arguments) -> None:
     check(0 <= a.min_p <= 1, _OP, "min_p", "be in [0, 1]", f"{a.min_p:g}")
 
 
-def _fake(a: Arguments) -> Tensor:
-    return a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64)
-
-
 def _noise(*shape: int, seed: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -189,7 +185,7 @@ register(
         ),
         reference=_sample_token,
         check=_check,
-        fake=_fake,
+        fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
         samples=_samples,
         stock=_stock,
         backward=None,
@@ -219,10 +215,6 @@ def _argmax_check(a: Arguments) -> None:
     a.require(a.x.shape[-1] > 0, "x", wanted, list(a.x.shape))
 
 
-def _argmax_fake(a: Arguments) -> Tensor:
-    return a.x.new_empty(a.x.shape[:-1], dtype=torch.int64)
-
-
 def _argmax_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, x in row_samples(dtype):
         if x.shape[-1] > 0:
@@ -250,7 +242,7 @@ register(
         schema="(Tensor x) -> Tensor",
         reference=_argmax,
         check=_argmax_check,
-        fake=_argmax_fake,
+        fake=lambda a: a.x.new_empty(a.x.shape[:-1], dtype=torch.int64),
         samples=_argmax_samples,
         stock=lambda x: x.argmax(-1),
         backward=None,

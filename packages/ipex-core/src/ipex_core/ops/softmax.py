@@ -12,8 +12,8 @@ from ipex_core.library.checks import (
     acc,
     check_broadcastable,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_like,
     check_tensor,
     fake_like,
@@ -113,13 +113,8 @@ def _check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     if a.mask is None:
         return
-    check_device(a.op, "mask", a.mask, a.x)
-    check_dtype(a.op, "mask", a.mask, a.x, or_float32=True)
+    check_kind(a.op, "mask", a.mask, a.x, or_float32=True)
     check_broadcastable(a.op, "mask", a.mask, a.x.shape, "x")
-
-
-def _fake(a: Arguments) -> Tensor:
-    return fake_like(a.x)
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -171,7 +166,7 @@ register(
         schema="(Tensor x, Tensor? mask=None, float scale=1.0) -> Tensor",
         reference=_softmax,
         check=_check,
-        fake=_fake,
+        fake=lambda a: fake_like(a.x),
         samples=_samples,
         stock=_stock,
         tolerance={
@@ -219,10 +214,6 @@ def _dropout_check(a: Arguments) -> None:
     check_drop(a.op, a.p, a.seed, a.stream, a.x)
 
 
-def _dropout_fake(a: Arguments) -> Tensor:
-    return fake_like(a.x)
-
-
 def _dropout_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for number, (name, x) in enumerate(row_samples(dtype)):
         # Every other one has the highest bit, which a signed shift would copy.
@@ -248,7 +239,7 @@ register(
         schema="(Tensor x, float p, Tensor seed, int stream=0) -> Tensor",
         reference=_dropout,
         check=_dropout_check,
-        fake=_dropout_fake,
+        fake=lambda a: fake_like(a.x),
         samples=_dropout_samples,
         stock=_dropout_stock,
         backward=_dropout_backward,
@@ -292,10 +283,6 @@ def _backward_check(a: Arguments) -> None:
     check_drop(OP, a.p, a.seed, a.stream, a.grad, "grad")
 
 
-def _backward_fake(a: Arguments) -> tuple[Tensor, Tensor]:
-    return fake_like(a.grad), fake_like(a.grad)
-
-
 def _backward_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for number, (name, x) in enumerate(row_samples(dtype)):
         probs = torch.softmax(randn(*x.shape, seed=44), -1).to(dtype)
@@ -333,7 +320,7 @@ register(
         ),
         reference=_backward_backward,
         check=_backward_check,
-        fake=_backward_fake,
+        fake=lambda a: (fake_like(a.grad), fake_like(a.grad)),
         samples=_backward_samples,
         stock=_backward_stock,
         backward=None,

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from ipex_core.library.checks import (
     acc,
     check_device,
-    check_dtype,
     check_dtype_in,
+    check_kind,
     check_like,
     check_shape,
     check_tensor,
@@ -40,8 +40,7 @@ def check_shaped(
     """Check device, dtype and shape of an argument that may be None."""
     if value is None:
         return
-    check_device(op, name, value, x, of)
-    check_dtype(op, name, value, x, of, or_float32=or_float32)
+    check_kind(op, name, value, x, of, or_float32=or_float32)
     check_shape(op, name, value, shape)
 
 
@@ -170,8 +169,7 @@ def _check(a: Arguments) -> None:
     check_tensor(a.op, "u", a.u)
     a.require(a.u.dim() == 3, "u", "be 3-D [B, D, L]", f"{a.u.dim()}-D")
     check_like(a.op, "delta", a.delta, a.u, "u")
-    check_device(a.op, "A", a.A, a.u, "u")
-    check_dtype(a.op, "A", a.A, a.u, "u", or_float32=True)
+    check_kind(a.op, "A", a.A, a.u, "u", or_float32=True)
     batch, dim, length = a.u.shape
     a.require(
         a.A.dim() == 2 and a.A.shape[0] == dim and a.A.shape[1] > 0,
@@ -181,8 +179,7 @@ def _check(a: Arguments) -> None:
     )
     size = a.A.shape[1]
     for name, value in (("B", a.B), ("C", a.C)):
-        check_device(a.op, name, value, a.u, "u")
-        check_dtype(a.op, name, value, a.u, "u", or_float32=True)
+        check_kind(a.op, name, value, a.u, "u", or_float32=True)
         shape = list(value.shape)
         grouped = value.dim() == 4 and shape[1] > 0 and dim % shape[1] == 0
         a.require(
@@ -428,8 +425,7 @@ def _update_check(a: Arguments) -> None:
         "be 3-D [B, D, N] or 4-D [B, H, D, N]",
         f"{a.state.dim()}-D",
     )
-    check_device(a.op, "state", a.state, a.x)
-    check_dtype(a.op, "state", a.state, a.x, or_float32=True)
+    check_kind(a.op, "state", a.state, a.x, or_float32=True)
     shape = list(a.state.shape)
     a.require(shape[-1] > 0, "state", "have a last dimension that is not empty", shape)
     check_writable(a.op, "state", a.state)
@@ -439,8 +435,7 @@ def _update_check(a: Arguments) -> None:
     heads = shape[1] if len(shape) == 4 else 1
     batch, size = shape[0], shape[-1]
     for name, value in (("B", a.B), ("C", a.C)):
-        check_device(a.op, name, value, a.x)
-        check_dtype(a.op, name, value, a.x, or_float32=True)
+        check_kind(a.op, name, value, a.x, or_float32=True)
         got = list(value.shape)
         grouped = value.dim() == 3 and got[1] > 0 and heads % got[1] == 0
         a.require(
@@ -452,10 +447,6 @@ def _update_check(a: Arguments) -> None:
     check_shaped(a.op, "D", a.D, shape[1:-1], a.x, "x", or_float32=True)
     check_shaped(a.op, "z", a.z, shape[:-1], a.x, "x", or_float32=True)
     check_shaped(a.op, "dt_bias", a.dt_bias, shape[1:-1], a.x, "x", or_float32=True)
-
-
-def _update_fake(a: Arguments) -> Tensor:
-    return fake_like(a.x)
 
 
 def _update_inputs(
@@ -562,7 +553,7 @@ register(
         ),
         reference=_selective_state_update,
         check=_update_check,
-        fake=_update_fake,
+        fake=lambda a: fake_like(a.x),
         samples=_update_samples,
         stock=_update_stock,
         backward=None,

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from ipex_core.library.checks import (
     PRODUCT_TOLERANCE,
-    check_device,
-    check_dtype,
+    check_kind,
     check_score_scale,
     randn,
 )
@@ -125,8 +124,7 @@ def _check(a: Arguments) -> None:
     check_score_scale(OP, "softmax_scale", a.softmax_scale)
     heads, size = a.query.shape[1:]
     for name, tensor in (("key", a.key), ("value", a.value)):
-        check_device(OP, name, tensor, a.query, "query")
-        check_dtype(OP, name, tensor, a.query, "query")
+        check_kind(OP, name, tensor, a.query, "query")
     text = f"have shape [tokens, kv_heads, {size}]"
     check(a.key.dim() == 3 and a.key.shape[2] == size, OP, "key", text, list(a.key.shape))
     text = f"have the shape of key = {list(a.key.shape)}"

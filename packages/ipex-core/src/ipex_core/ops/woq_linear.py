@@ -177,10 +177,6 @@ def _check(a: Arguments) -> None:
     check_operands(a.op, a.x, a.out_features, a.bias, a.mul, a.residual, a.residual2, a.gate)
 
 
-def _fake(a: Arguments) -> Tensor:
-    return a.x.new_empty(*a.x.shape[:-1], a.out_features)
-
-
 #: id, rows, N, K, arguments of `woq_weight` behind the format
 _CASES: tuple[tuple[str, int, int, int, tuple[Any, ...], dict[str, Any]], ...] = (
     ("int8", 1, 40, 70, ("int8",), {}),
@@ -265,7 +261,7 @@ register(
         ),
         reference=_woq_linear,
         check=_check,
-        fake=_fake,
+        fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
         autocast="lower_precision",
         samples=_samples,
         stock=stock_woq_linear,

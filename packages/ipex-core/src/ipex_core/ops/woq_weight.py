@@ -492,10 +492,6 @@ def _dequantize_check(a: Arguments) -> None:
     check_woq_packed(a.op, "packed", a.packed, a.out_features, a.in_features)
 
 
-def _dequantize_fake(a: Arguments) -> Tensor:
-    return a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype)
-
-
 def _dequantize_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for name, packed, layout in _packed_samples(dtype):
         yield Sample((packed, layout.n, layout.k, dtype), id=name)
@@ -525,7 +521,7 @@ register(
         schema="(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
         reference=_dequantize,
         check=_dequantize_check,
-        fake=_dequantize_fake,
+        fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
         samples=_dequantize_samples,
         backward=None,
         lift=False,

@@ -362,14 +362,9 @@ def _shapes(model: nn.Module, sample_input: Any) -> dict[nn.Module, torch.Size]:
             if module not in shapes or shape.numel() > shapes[module].numel():
                 shapes[module] = shape
 
-    handles = [
-        m.register_forward_pre_hook(note)
-        for m in model.modules()
-        if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+                hooks.enter_context(module.register_forward_pre_hook(note))
         run_on(model, sample_input)
-    finally:
-        for handle in handles:
-            handle.remove()
     return shapes

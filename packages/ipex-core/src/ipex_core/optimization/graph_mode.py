@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ipex_core import config
+from ipex_core.compiler import Weights
 from ipex_core.errors import FallbackError
+from ipex_core.jit._traced import FlatCall
 from ipex_core.optimization.records import Log
 from ipex_core.util import quiet, raised
 
@@ -58,7 +60,7 @@ class GraphCall:
         self._runs: dict[Any, Callable[..., Any]] = {}
         self._reasons: list[str] = []
         self._traces = 0
-        self._weights: tuple[Any, ...] = ()
+        self._weights: Weights | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
@@ -71,16 +73,16 @@ class GraphCall:
             return model._call_impl(*args, **kwargs)
         key = (structure, _mode(model), tuple(map(_kind, leaves)))
         run = self._runs.get(key)
-        if run is None or (self._traces and self._weights != _versions(model)):
+        if run is None or self._stale():
             with self._lock:
                 return self._first(model, key, args, kwargs)
         return run(*args, **kwargs)
 
     def _first(self, model: nn.Module, key: Any, args: Any, kwargs: Any) -> Any:
         """Run inputs of a new kind, and remember how."""
-        if self._traces and self._weights != _versions(model):
+        if self._stale():
             self._runs.clear()
-            self._traces = 0
+            self._traces, self._weights = 0, None
         if key in self._runs:  # by the thread that had the lock before
             return self._runs[key](*args, **kwargs)
         eager = _Eager(self._model)
@@ -120,10 +122,14 @@ class GraphCall:
             return result
         self._decide(reason)
         self._traces += 1
-        self._weights = _versions(model)
+        self._weights = Weights.of(model)
         self._remember(key, run)
         self._record(True, f"traced and frozen; {'; '.join(self._reasons)}", "TorchScript")
         return result
+
+    def _stale(self) -> bool:
+        """Return whether weights have changed since the first trace, which has them as constants."""
+        return self._weights is not None and not self._weights.same()
 
     def _remember(self, key: Any, run: Callable[..., Any]) -> None:
         """Keep how a kind of inputs runs, in the place of the oldest one that is not a trace if there are many."""
@@ -195,58 +201,26 @@ def _kind(leaf: Any) -> Any:
     return (type(leaf), leaf) if isinstance(leaf, _CONSTANTS) else type(leaf)
 
 
-def _versions(model: nn.Module) -> tuple[Any, ...]:
-    """Return what changes when a weight does."""
-    tensors = (*model.parameters(), *model.buffers())
-    return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
-
-
-class _Flat(nn.Module):
-    """A model as a function of tensors alone; keeps what the traced call returned."""
-
-    _leaves: list[Any]
-    _structure: Any
-
-    def __init__(self, model: nn.Module, leaves: list[Any], structure: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.__dict__["_leaves"] = leaves
-        self.__dict__["_structure"] = structure
-        self.__dict__["result"] = None
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        left = iter(tensors)
-        leaves = [next(left) if isinstance(v, torch.Tensor) else v for v in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        self.__dict__["result"] = result = self.model(*args, **kwargs)
-        return tuple(v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor))
-
-
 def _trace(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Callable[..., Any]]:
     """Run the model once under `torch.jit.trace`; return its result and the frozen program."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
             raise _NoTraceError(f"an argument is a {type(leaf).__name__}")
     tensors = tuple(v for v in leaves if isinstance(v, torch.Tensor))
     if not tensors:
         raise _NoTraceError("no argument is a tensor")
-    flat = _Flat(model, leaves, structure).eval()
+    flat = FlatCall(model, args, kwargs).eval()
     # torch calls all of TorchScript deprecated, and keeps one table of names for all traces.
     with _trace_lock, quiet(), raised(_TracerWarning), torch.no_grad():
         traced: Any = torch.jit.trace(flat, tensors, check_trace=False, strict=False)
         program: Any = torch.jit.freeze(traced)
-    result = flat.__dict__.pop("result")
-    values, form = pytree.tree_flatten(result)
-    constants = [None if isinstance(v, torch.Tensor) else v for v in values]
-    is_tensor = [isinstance(v, torch.Tensor) for v in values]
-    if not any(is_tensor) or not all(isinstance(v, _CONSTANTS) for v in constants):
+    form = flat.form
+    if not flat.tensors or not all(isinstance(v, _CONSTANTS) for v in form.others):
         raise _NoTraceError("a result is neither a tensor nor a plain value")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = (v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
-        got = iter(program(*given))
-        parts = [next(got) if t else c for t, c in zip(is_tensor, constants, strict=True)]
-        return pytree.tree_unflatten(parts, form)
+        given = pytree.tree_leaves((args, kwargs))
+        return form.build(program(*(v for v in given if isinstance(v, torch.Tensor))))
 
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result), run
+    return form.build(tensor.detach() for tensor in flat.tensors), run

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ipex_core.compiler import Weights
 from ipex_core.errors import StaleWeightsError
 from ipex_core.fusion import GraphReport
 from ipex_core.library.spec import dtype_name
@@ -52,7 +52,8 @@ class Precompiled:
         self._positional = parts.in_spec == pytree.tree_structure((tuple(range(len(inputs))), {}))
         self._numbers = _Sizes(parts, self._where)
         self._first = first_values(plan)
-        self._weights = _Weights(model) if model is not None else None
+        self._weights = Weights.of(model) if model is not None else None
+        self._model = None if model is None else weakref.ref(model, self._forget)
 
     def __repr__(self) -> str:
         plan = self._plan
@@ -110,8 +111,12 @@ class Precompiled:
             leaves: Sequence[Any] = args
         else:
             leaves = self._flat(args, kwargs)
-        if self._weights is not None:
-            self._weights.check(self.name)
+        weights = self._weights
+        if weights is not None and not weights.same():
+            raise StaleWeightsError(
+                f"{self.name}: the weights must be as they were when ipex.precompile recorded them, got a change of"
+                f" {weights.changed()}: call ipex.precompile(model, ...) again"
+            )
         tensors = [leaves[i] for i in self._tensors]
         self._check(leaves, tensors)
         numbers = () if self._static else self._numbers.of(tensors, self._tensors)
@@ -121,6 +126,9 @@ class Precompiled:
         else:
             results = run_plan(self._plan, self._first, tensors, numbers)
         return pytree.tree_unflatten(results, self._out_spec)
+
+    def _forget(self, model: Any) -> None:
+        self._weights = None  # nothing can change any more
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -269,63 +277,3 @@ class _Sizes:
                     f"{self._where(places[0])} and the others must have sizes with {condition}, got {values}"
                 )
         return tuple(int(evaluate(text, symbols)) for text in self._expressions)
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
-class _Weights:
-    """Tells whether the parameters and buffers of a model are as they were."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model, self._forget)
-        self._names: list[str] = []
-        self._owners: list[tuple[Any, str]] = []
-        self._tensors: list[Any] = []
-        for path, module in model.named_modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    self._names.append(f"{path}.{name}" if path else name)
-                    self._owners.append((held, name))
-                    self._tensors.append(tensor)
-        self._counted = [t for t in self._tensors if t is not None and not t.is_inference()]
-        self._located = [t for t in self._tensors if t is not None and not t.is_mkldnn]
-        self._state = self._versions()
-
-    def _forget(self, model: Any) -> None:
-        self._owners, self._tensors, self._counted, self._located = [], [], [], []
-
-    def _versions(self) -> tuple[list[int], list[int]]:
-        return (
-            [tensor._version for tensor in self._counted],
-            [tensor.data_ptr() for tensor in self._located],
-        )
-
-    def check(self, name: str) -> None:
-        """Raise `StaleWeightsError` if a tensor was replaced or changed."""
-        if self._model() is None:
-            return
-        now = [held.get(key) for held, key in self._owners]
-        if all(map(operator.is_, now, self._tensors)) and self._versions() == self._state:
-            return
-        changed = self._changed(now)
-        raise StaleWeightsError(
-            f"{name}: the weights must be as they were when ipex.precompile recorded them, got a change of"
-            f" {changed}: call ipex.precompile(model, ...) again"
-        )
-
-    def _changed(self, now: list[Any]) -> str:
-        """Return the path of the first tensor that is not as it was."""
-        changed = {
-            id(tensor)
-            for tensors, old, new in zip(
-                (self._counted, self._located), self._state, self._versions(), strict=True
-            )
-            for tensor, before, after in zip(tensors, old, new, strict=True)
-            if before != after
-        }
-        return next(
-            path
-            for path, found, tensor in zip(self._names, now, self._tensors, strict=True)
-            if found is not tensor or id(tensor) in changed
-        )

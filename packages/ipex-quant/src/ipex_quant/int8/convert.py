@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -73,16 +74,11 @@ def _keep(outputs: _Outputs, path: str, module: Any, args: Any, result: Any) -> 
 
 def _run(model: nn.Module, paths: Any, args: Any, kwargs: Any) -> _Outputs:
     outputs = _Outputs()
-    handles = []
-    for path in paths:
-        hook = functools.partial(_keep, outputs, path)
-        handles.append(model.get_submodule(path).register_forward_hook(hook))
-    try:
-        with torch.no_grad():
-            outputs.model = [t.float() for t in tensors_of(model(*args, **kwargs))]
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for path in paths:
+            hook = functools.partial(_keep, outputs, path)
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(hook))
+        outputs.model = [t.float() for t in tensors_of(model(*args, **kwargs))]
     return outputs
 
 

@@ -7,6 +7,7 @@ elsewhere each function that takes tensors is one. No tracing: any forward can b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -19,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ipex_core.fusion import computed_by
 from ipex_quant.int8.boundary import FIELDS, MOVES, SIZES
 from ipex_quant.int8.modules.matmul import Interaction, MatMul
 from ipex_quant.int8.modules.pool import role_of_pool
@@ -143,18 +145,8 @@ def activation_of(module: nn.Module) -> str:
     """Return which activation a module without parameters computes, or an empty string."""
     if next(module.parameters(), None) is not None or next(module.children(), None) is not None:
         return ""
-    if not re.search("relu|gelu|silu|swish", type(module).__name__.lower()):
-        return ""
-    x = torch.linspace(-8.0, 8.0, 129)
-    try:
-        with torch.no_grad():
-            y = module(x.clone())
-    except Exception:
-        return ""
-    for name, function in _ACTIVATIONS.items():
-        if isinstance(y, torch.Tensor) and torch.allclose(y, function(x), rtol=1e-5, atol=1e-6):
-            return name
-    return ""
+    named = re.search("relu|gelu|silu|swish", type(module).__name__.lower())
+    return computed_by(module, _ACTIVATIONS) if named else ""
 
 
 def role_of(module: nn.Module) -> str:
@@ -262,38 +254,25 @@ def _leave(
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
     """Run a model once without gradients and return what went where; errors of the model are passed on."""
     recorder = _Recorder()
-    handles: list[Any] = []
-    try:
-        for path, module in _modules(model):
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # they take no hooks
+                continue
             role = role_of(module)
             enter = functools.partial(_enter, recorder, role, path)
             leave = functools.partial(_leave, recorder, role, path)
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
         with torch.no_grad(), recorder:
             results = model(*args, **kwargs)
-        outputs = {recorder.value(t) for t in tensors_of(results)}
-        parameters = {
-            recorder.numbers[id(t)]
-            for t in recorder.alive
-            if isinstance(t, (nn.Parameter, nn.Buffer))
-        }
-    finally:
-        for handle in handles:
-            handle.remove()
+    kept = (t for t in recorder.alive if isinstance(t, (nn.Parameter, nn.Buffer)))
     return Flow(
         recorder.events,
-        frozenset(outputs),
+        frozenset(recorder.value(t) for t in tensors_of(results)),
         frozenset(recorder.asked),
-        frozenset(parameters),
+        frozenset(recorder.numbers[id(t)] for t in kept),
         frozenset(recorder.packed),
     )
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # they take no hooks
-            yield path, module
 
 
 def tensors_of(results: Any) -> Iterator[torch.Tensor]:

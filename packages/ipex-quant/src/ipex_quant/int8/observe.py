@@ -327,19 +327,15 @@ def best_of_block(
 @contextlib.contextmanager
 def _rounding(model: nn.Module, groups: Sequence[Group], alpha: float) -> Iterator[None]:
     """Let the layers compute with what their codes would stand for."""
-    handles = []
-    try:
+    with contextlib.ExitStack() as hooks:
         for group in groups:
             factor, scale = group.scales(alpha)
             for layer in group.layers:
                 module: Any = model.get_submodule(layer.path)
                 weight = rounded_weight(module.weight.float() / factor)
                 hook = functools.partial(_product, factor, scale, weight)
-                handles.append(module.register_forward_hook(hook))
+                hooks.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _product(

@@ -6,14 +6,13 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ipex_core.module_swap.base import has_hooks
-from ipex_core.module_swap.forward import InstanceForward, generate, resolve
+from ipex_core.module_swap.forward import GeneratedForward, generate
 from ipex_core.nn import functional
 from ipex_core.util.symbolic import Tracer
 from ipex_quant.int8.dataflow import Add, Event, Flow, activation_of
@@ -22,7 +21,7 @@ from ipex_quant.int8.modules.pool import Mean
 from ipex_quant.util.modules import replace_module
 
 
-class RewrittenForward(InstanceForward):
+class RewrittenForward(GeneratedForward):
     """Runs other code in place of a module's forward; installed as ``module.__dict__["forward"]``.
 
     Unlike the forwards that ``optimize`` installs it stays for good: the modules that it calls compute other things
@@ -38,25 +37,15 @@ class RewrittenForward(InstanceForward):
     def __init__(
         self, module: nn.Module, source: str, names: dict[str, str], lines: list[str]
     ) -> None:
-        super().__init__(module)
-        self.source = source
-        self.names = names
+        super().__init__(module, source, names)
         self.lines = lines
-        namespace = {name: resolve(path) for name, path in names.items()}
-        exec(compile(source, "<ipex rewritten forward>", "exec"), namespace)  # noqa: S102  (code that torch.fx made)
-        self._function: Callable[..., Any] = namespace["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the code on the module."""
         return self._function(self._module(), *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = copy.deepcopy(self._module(), memo)
-        assert module is not None
-        return RewrittenForward(module, self.source, self.names, self.lines)
-
-    def __reduce__(self) -> Any:
-        return RewrittenForward, (self._module(), self.source, self.names, self.lines)
+    def _rest(self) -> tuple[Any, ...]:
+        return (self.lines,)
 
 
 # --- rewriting a float model ------------------------------------------------------------------------------------------
@@ -75,30 +64,29 @@ _MODULES: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
 }
 _FUNCTIONS: dict[Any, type[nn.Module]] = {
-    _F.relu: nn.ReLU,
-    torch.relu: nn.ReLU,
-    torch.relu_: nn.ReLU,
-    _F.relu6: nn.ReLU6,
-    _F.silu: nn.SiLU,
-    _F.gelu: nn.GELU,
+    getattr(owner, name): kind
+    for name, kind in _MODULES.items()
+    for owner in (_F, torch)
+    if hasattr(owner, name)
 }
 _Pooling = dict[Any, tuple[Any, tuple[str, ...]]]
 _WINDOW = ("kernel_size", "stride", "padding")
 _MAX = (*_WINDOW, "dilation", "ceil_mode")
 _AVG = (*_WINDOW, "ceil_mode", "count_include_pad")
+_SIZE = ("output_size",)
 #: Pooling functions as a trace shows them: the module, and its arguments in their order.
 _POOLS: _Pooling = {
-    torch.max_pool1d: (nn.MaxPool1d, _MAX),
-    torch.max_pool2d: (nn.MaxPool2d, _MAX),
-    torch.max_pool3d: (nn.MaxPool3d, _MAX),
-    _F.max_pool1d: (nn.MaxPool1d, (*_MAX, "return_indices")),
-    _F.max_pool2d: (nn.MaxPool2d, (*_MAX, "return_indices")),
-    _F.max_pool3d: (nn.MaxPool3d, (*_MAX, "return_indices")),
+    **{
+        getattr(owner, f"max_pool{d}d"): (getattr(nn, f"MaxPool{d}d"), (*_MAX, *more))
+        for d in (1, 2, 3)
+        for owner, more in ((torch, ()), (_F, ("return_indices",)))
+    },
+    **{
+        getattr(_F, f"adaptive_avg_pool{d}d"): (getattr(nn, f"AdaptiveAvgPool{d}d"), _SIZE)
+        for d in (1, 2, 3)
+    },
     _F.avg_pool1d: (nn.AvgPool1d, _AVG),
     _F.avg_pool2d: (nn.AvgPool2d, (*_AVG, "divisor_override")),
-    _F.adaptive_avg_pool1d: (nn.AdaptiveAvgPool1d, ("output_size",)),
-    _F.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
-    _F.adaptive_avg_pool3d: (nn.AdaptiveAvgPool3d, ("output_size",)),
     "mean": (None, ("dim", "keepdim")),
     torch.mean: (None, ("dim", "keepdim")),
 }

@@ -209,17 +209,13 @@ class _Trace:
         self._made: list[tuple[nn.Module, Tensor]] = []
         self._seen: dict[str, Tensor] = {}
         names = {module: name for name, module in layers.items()}
-        handles = []
-        for module in block.module.modules():
-            handles.append(module.register_forward_hook(self._after))
-            if module in names:
-                hook = self._before(names[module])
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for module in block.module.modules():
+                hooks.enter_context(module.register_forward_hook(self._after))
+                if module in names:
+                    hook = self._before(names[module])
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             self.expected = output_of(block)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor):

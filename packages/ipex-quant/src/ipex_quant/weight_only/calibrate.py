@@ -190,18 +190,15 @@ def _record(model: nn.Module, stack: list[Block], samples: list[Sample]) -> None
 
         return hook
 
-    handles = []
-    for block in stack:
-        handles.append(block.module.register_forward_pre_hook(before(block), with_kwargs=True))
-        handles.append(block.module.register_forward_hook(after(block)))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for block in stack:
+            module = block.module
+            hooks.enter_context(module.register_forward_pre_hook(before(block), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after(block)))
         for index, sample in enumerate(samples):
             state.update(index=index, last=None)
             with contextlib.suppress(_Stop):
                 model(*sample.args, **sample.kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _first(output: Any) -> Any:
@@ -282,11 +279,10 @@ class Inputs:
         Raises:
             OpArgumentError: A layer sees NaN or infinity.
         """
-        handles = [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
-            for name, module in self.layers.items()
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.layers.items():
+                hook = self._hook(name)
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             if block.samples:
                 self._mask = block.samples[0].mask
             run = block.run()
@@ -294,9 +290,6 @@ class Inputs:
                 self._mask = block.samples[block._calls[index][0]].mask
                 next(run)
                 self._seen.clear()
-        finally:
-            for handle in handles:
-                handle.remove()
         for name, total in self._sums.items():
             finite = bool(total.isfinite().all())
             check(finite, name, "dataloader", "give finite activations", "NaN or infinity")

@@ -35,8 +35,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from ipex_core.fusion import Fusion, GraphReport
+from ipex_core.fusion import Fusion, GraphReport, Reader
 from ipex_core.library.spec import FLOATS, dtype_name
 
 __all__ = [
@@ -45,19 +47,23 @@ __all__ = [
     "DEVICES",
     "FLOATS",
     "PURE",
+    "READER",
     "VIEWING",
+    "arguments",
     "between",
     "binary",
     "describe",
+    "graph_of",
+    "half_of_last",
     "is_call",
     "items",
     "module_of",
     "narrowed",
     "number",
+    "part_of_last",
     "same",
     "scaled",
     "shape_of",
-    "shifted",
     "static",
     "uncast",
     "val",
@@ -216,31 +222,175 @@ def binary(node: Any, *targets: Any) -> tuple[Any, Any] | None:
     return node.args[0], node.args[1]
 
 
-def scaled(node: Any, *, of: Callable[[Any], bool] | None = None) -> tuple[fx.Node, float] | None:
+def scaled(node: Any) -> tuple[fx.Node, float] | None:
     """Match ``x * number`` or ``x / number``; return x and the factor."""
-    pair = binary(node, aten.mul.Tensor, aten.mul.Scalar)
-    if pair is not None:
-        for x, factor in (pair, pair[::-1]):
-            value = number(factor)
-            if value is not None and isinstance(x, fx.Node) and (of is None or of(x)):
-                return x, value
-    pair = binary(node, aten.div.Tensor, aten.div.Scalar)
-    if pair is not None and isinstance(pair[0], fx.Node):
-        value = number(pair[1])
-        if value:
-            return pair[0], 1.0 / value
-    return None
+    found = READER.find(("scale", "x", "#factor"), node)
+    return None if found is None else (found["x"], found["factor"])
 
 
-def shifted(node: Any) -> tuple[fx.Node, float] | None:
-    """Match ``x + number``; return both."""
-    pair = binary(node, aten.add.Tensor, aten.add.Scalar)
-    if pair is not None:
-        for x, shift in (pair, pair[::-1]):
-            value = number(shift)
-            if value is not None and isinstance(x, fx.Node):
-                return x, value
-    return None
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call of an op by their names, with defaults."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    given.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+    return {**given, **node.kwargs}
+
+
+def part_of_last(node: Any) -> tuple[fx.Node, int, int, fx.Node] | None:
+    """Match a part of the last dimension; return what is cut, its first and last place, and the op that cuts."""
+    if is_call(node, aten.slice.Tensor):
+        cut, given = node, arguments(node)
+        start, end, step = given["start"] or 0, given["end"], given["step"]
+    elif is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
+        cut, step = node.args[0], 1
+        given = arguments(cut)
+        if not isinstance(given["split_size"], int):
+            return None
+        start, end = (i * given["split_size"] for i in (node.args[1], node.args[1] + 1))
+    else:
+        return None
+    shape = shape_of(cut.args[0])
+    if not shape or not isinstance(shape[-1], int) or step != 1:
+        return None
+    size = shape[-1]
+    end = size if end is None else end
+    if given["dim"] not in (-1, len(shape) - 1) or not isinstance(start, int):
+        return None
+    if not isinstance(end, int):
+        return None
+    start, end = (i + size if i < 0 else min(i, size) for i in (start, end))
+    return cut.args[0], start, end, cut
+
+
+def half_of_last(node: Any) -> tuple[fx.Node, int, fx.Node] | None:
+    """Match one half of the last dimension; return what is halved, 0 or 1, and the op that cuts it."""
+    part = part_of_last(node)
+    if part is None:
+        return None
+    source, start, end, cut = part
+    size = source.meta["val"].shape[-1]
+    halves = ((0, size // 2), (size // 2, size))
+    return (source, int(start > 0), cut) if size % 2 == 0 and (start, end) in halves else None
+
+
+#: Ops that descriptions name.
+_NAMED = (
+    *(aten.add.Tensor, aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.sub.Tensor),
+    *(aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar),
+    *(aten.sqrt.default, aten.rsqrt.default),
+    *(aten.relu.default, aten.silu.default, aten.sigmoid.default, aten.erf.default),
+    *(aten.tanh.default, aten.exp.default, aten.neg.default),
+    *(aten.where.self, aten.eq.Scalar, aten.logical_not.default),
+)
+_REDUCTIONS: Mapping[Any, str] = {
+    aten.mean.dim: "row_mean",
+    aten.sum.dim_IntList: "row_sum",
+    aten.amax.default: "row_max",
+    aten.any.dim: "row_any",
+}
+#: Op with several results, and which of them it is.
+_RESULTS: Mapping[Any, str] = {
+    (aten.max.dim, 0): "row_max",
+    (aten.var_mean.correction, 0): "row_variance",
+    (aten.var_mean.correction, 1): "row_mean",
+}
+
+
+class _Reader(Reader):
+    """Reads graphs of ATen ops."""
+
+    def call(self, value: Any) -> tuple[str, tuple[Any, ...], tuple[Any, ...]] | None:
+        if not isinstance(value, fx.Node) or value.op != "call_function":
+            return None
+        half = half_of_last(value)
+        if half is not None:
+            return ("low", "high")[half[1]], half[:1], tuple(dict.fromkeys((value, half[2])))
+        if value.target is aten.full.default:
+            return "full", value.args[1:2], ()
+        if value.target is aten.cat.default:
+            parts, rank = arguments(value)["tensors"], len(shape_of(value) or ())
+            if arguments(value)["dim"] in (-1, rank - 1) and len(parts) == 2:
+                return "halves", tuple(parts), (value,)
+            return None
+        name, node = _REDUCTIONS.get(value.target), value
+        if value.target is operator.getitem and isinstance(value.args[0], fx.Node):
+            node = value.args[0]
+            name = _RESULTS.get((node.target, value.args[1]))
+        if name is not None:
+            given = arguments(node)
+            plain = given.get("correction", 0) == 0 and given.get("dtype") is None
+            rank = len(shape_of(node.args[0]) or ())
+            if not plain or not given["keepdim"] or given["dim"] not in _last(rank):
+                return None
+            return name, node.args[:1], tuple(dict.fromkeys((value, node)))
+        if value.target not in _NAMED or value.kwargs:
+            return None
+        return value.target._opname, value.args, (value,)
+
+    def number(self, value: Any) -> float | None:
+        return number(value)
+
+    def source(self, value: Any) -> tuple[Any, tuple[Any, ...]]:
+        source = uncast(value)
+        return source, tuple(between(value, source))
+
+
+def _last(rank: int) -> tuple[Any, ...]:
+    """Return the ways to name the last of some dimensions."""
+    return -1, rank - 1, [-1], [rank - 1]
+
+
+READER = _Reader()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self._tensors: list[Tensor] = []  # an id is unique only while its tensor lives
+        self._nodes: dict[int, fx.Node] = {}
+        for number, tensor in enumerate(tensors):
+            self.put(tensor, self.graph.placeholder(f"x{number}"))
+
+    def put(self, tensor: Tensor, node: fx.Node) -> None:
+        node.meta["val"] = tensor
+        self._tensors.append(tensor)
+        self._nodes[id(tensor)] = node
+
+    def node(self, tensor: Tensor) -> fx.Node:
+        return self._nodes[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise ValueError(f"graph_of: ops must not write to arguments, got {func}")
+        given = tree_map_only(Tensor, self.node, (args, kwargs))
+        result = func(*args, **kwargs)
+        call = self.graph.call_function(func, *given)
+        for index, value in enumerate(result) if isinstance(result, (tuple, list)) else ():
+            self.put(value, self.graph.call_function(operator.getitem, (call, index)))
+        if isinstance(result, Tensor):
+            self.put(result, call)
+        elif not isinstance(result, (tuple, list)):
+            raise ValueError(f"graph_of: ops must return tensors, got {result!r} of {func}")
+        return result
+
+
+def graph_of(function: Callable[..., Tensor], *tensors: Tensor) -> fx.Graph:
+    """Return the ops of ATen that a function calls with these tensors.
+
+    ``make_fx`` would replace methods of ``nn.Module`` for all threads meanwhile.
+
+    Raises:
+        Exception: Whatever the function raises; ValueError if an op writes to an argument or returns a number; KeyError
+            for a tensor from elsewhere.
+    """
+    with torch.no_grad(), _Recorder(tensors) as recorder:
+        result = function(*tensors)
+    recorder.graph.output(recorder.node(result))
+    return recorder.graph
 
 
 def items(node: fx.Node, index: int) -> list[fx.Node]:

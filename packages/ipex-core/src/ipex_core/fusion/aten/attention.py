@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from ipex_core.fusion import (
+    GUARDED_SOFTMAX,
+    SHIFTED_BY_MAX,
+    SOFTCAP,
+    SOFTMAX,
+)
 from ipex_core.fusion.aten import (
     CASTS,
+    READER,
     Context,
     binary,
     describe,
@@ -137,13 +143,13 @@ def _step(node: fx.Node, found: Scores, inside: list[fx.Node]) -> Any:
     """Return what one op between the product and the softmax is applied to, or None."""
     if uncast(node) is not node or is_call(node, *VIEWS):
         return node.args[0]
-    capped = _capped(node)
-    if capped is not None:
-        if found.scale != 1.0 or found.cap or found.per_head is not None:
+    capped = READER.find(SOFTCAP, node)
+    if capped is not None and math.isclose(capped["factor"] * capped["cap"], 1.0, rel_tol=1e-6):
+        if found.scale != 1.0 or found.cap or found.per_head is not None or capped["cap"] <= 0.0:
             return None
-        inner, found.cap, passed = capped
-        inside += passed
-        return inner
+        found.cap = capped["cap"]
+        inside += capped.passed
+        return capped["x"]
     part = scaled(node)
     if part is not None:
         found.scale *= part[1]
@@ -205,23 +211,11 @@ def _over_shift(node: Any, inside: list[fx.Node]) -> Any:
     while uncast(node) is not node:
         inside.append(node)
         node = node.args[0]
-    pair = binary(node, aten.sub.Tensor)
-    if pair is None:
+    found = READER.find(SHIFTED_BY_MAX, node)
+    if found is None:
         return node
-    x, most = pair
-    passed = [node, most]
-    if is_call(most, operator.getitem) and most.args[1] == 0:
-        most = most.args[0]
-        passed.append(most)
-        if not is_call(most, aten.max.dim):
-            return node
-    elif not is_call(most, aten.amax.default):
-        return node
-    dims = most.args[1] if isinstance(most.args[1], list) else [most.args[1]]
-    if most.args[0] is not x or dims not in ([-1], [3]) or list(most.args[2:]) != [True]:
-        return node
-    inside += passed
-    return x
+    inside += found.passed
+    return found["x"]
 
 
 def _over_sinks(node: Any, found: Scores, inside: list[fx.Node]) -> Any:
@@ -240,18 +234,6 @@ def _over_sinks(node: Any, found: Scores, inside: list[fx.Node]) -> Any:
     found.sinks = column
     inside.append(node)
     return parts[0] if column is not None else None
-
-
-def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
-    """Match ``tanh(x / cap) * cap``; return x, the cap and the nodes passed."""
-    outer = scaled(node)
-    if outer is None or not is_call(outer[0], aten.tanh.default) or outer[1] <= 0.0:
-        return None
-    divided: Any = outer[0].args[0]
-    inner = scaled(divided)
-    if inner is None or not math.isclose(inner[1] * outer[1], 1.0, rel_tol=1e-6):
-        return None
-    return inner[0], outer[1], [node, outer[0], divided]
 
 
 def _leads_to_product(node: Any, depth: int = 12) -> bool:
@@ -447,13 +429,11 @@ def spelled(second: fx.Node) -> Match | None:
     if left is None or right is None or right.swapped or right.factor != 1.0:
         return None
     division, inside, tested, sink = left
-    softmax = _softmax(division)
-    if softmax is None:
+    softmax = READER.find(SOFTMAX, division)
+    if softmax is None or tested not in (None, softmax["scores"]):
         return None
-    scores, nodes = softmax
-    if tested is not None and tested is not scores:
-        return None
-    inside += [second, *nodes]
+    scores = softmax["scores"]
+    inside += [second, *softmax.passed]
     keys = shape_of(second.args[0])
     assert keys is not None
     found = find_scores(scores, (*shape[:3], keys[-1]), sink, inside)
@@ -477,30 +457,6 @@ def spelled(second: fx.Node) -> Match | None:
     if match.safe:
         _narrow(match)
     return match
-
-
-def _softmax(division: Any) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return what a division is the softmax of, over the last of four dimensions, and the nodes it is spelled with."""
-    pair = binary(division, aten.div.Tensor)
-    if pair is None or not is_call(pair[0], aten.exp.default):
-        return None
-    exp, total = pair
-    difference = binary(exp.args[0], aten.sub.Tensor)
-    if difference is None:
-        return None
-    scores, most = difference
-    if not _reduces(total, aten.sum.dim_IntList, exp) or not _reduces(
-        most, aten.amax.default, scores
-    ):
-        return None
-    return scores, [division, exp, total, exp.args[0], most]
-
-
-def _reduces(node: Any, op: Any, operand: Any) -> bool:
-    """Return whether a node reduces an operand over the last of four dimensions, which stays as one of size 1."""
-    if not is_call(node, op) or node.args[0] is not operand:
-        return False
-    return list(node.args[1]) in ([-1], [3]) and bool(node.args[2])
 
 
 def _query_and_key(
@@ -567,11 +523,11 @@ def _unfold_softmax(
     if sink:
         passed.append(node)
         node = over_copies(node.args[0])
-    guarded = _guarded(node)
+    guarded = READER.find(GUARDED_SOFTMAX, node)
     tested = None
     if guarded is not None and not sink:
-        node, tested, steps = guarded
-        passed += steps
+        node, tested = guarded["softmax"], guarded["scores"]
+        passed += guarded.passed
     shape = shape_of(node)
     if shape is None or len(shape) != 4 or not same(shape[:3], rows):
         return None
@@ -586,27 +542,6 @@ def _without_last(node: Any) -> bool:
     if shape is None or given is None or len(shape) != 4 or node.args[1] not in (3, -1):
         return False
     return node.args[2] in (0, None) and same((shape[-1] + 1,), given[-1:])
-
-
-def _guarded(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
-    """Match ``where(all scores of the row are -inf, 0, softmax)``; return softmax, scores and the nodes passed."""
-    if not is_call(node, aten.where.self):
-        return None
-    condition, zero, division = node.args
-    if not (is_call(zero, aten.full.default) and zero.args[1] == 0) and number(zero) != 0.0:
-        return None
-    steps: list[fx.Node] = [node]
-    for target, *rest in (
-        (aten.logical_not.default,),
-        (aten.any.dim, -1, True),
-        (aten.logical_not.default,),
-        (aten.eq.Scalar, -math.inf),
-    ):
-        if not is_call(condition, target) or list(condition.args[1:]) != rest:
-            return None
-        steps.append(condition)
-        condition = condition.args[0]
-    return division, condition, steps
 
 
 # --- the stock op and the decomposed form -----------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +12,21 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from ipex_core.fusion import ACTIVATIONS
 from ipex_core.fusion.aten import (
     DEVICES,
     PURE,
+    READER,
     Context,
+    arguments,
     between,
     binary,
     describe,
+    half_of_last,
     is_call,
     narrowed,
     same,
-    scaled,
     shape_of,
-    shifted,
     static,
     uncast,
     val,
@@ -42,7 +42,6 @@ __all__ = [
     "Activation",
     "VIEWS",
     "against_ours",
-    "arguments",
     "find_activations",
     "fuse_gated",
     "fuse_post_ops",
@@ -67,117 +66,15 @@ class Activation:
 
 def find_activations(ctx: Context) -> dict[fx.Node, Activation]:
     """Return the activations of a graph by their root."""
-    found: dict[fx.Node, Activation] = {}
+    places: dict[fx.Node, Activation] = {}
     for node in ctx.graph.nodes:
-        if node.op != "call_function":
-            continue
-        match = None
-        if node.target is aten.relu.default and isinstance(node.args[0], fx.Node):
-            match = Activation("relu", node, node.args[0], ())
-        elif node.target is aten.silu.default:  # where it is not decomposed
-            match = Activation("silu", node, node.args[0], ())
-        elif node.target is aten.erf.default:
-            match = _gelu(node, _erf_argument(node), "gelu")
-        elif node.target is aten.tanh.default:
-            match = _gelu(node, _tanh_argument(node), "gelu_tanh")
-        elif node.target in (aten.div.Tensor, aten.mul.Tensor):
-            match = _silu(node)
-        if match is not None:
-            match = _with_casts(match)
-            found[match.root] = match
-    return found
-
-
-def _close(value: float, expected: float) -> bool:
-    return math.isclose(value, expected, rel_tol=1e-4)
-
-
-def _erf_argument(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    part = scaled(node.args[0])
-    if part is None or not _close(part[1], math.sqrt(0.5)):
-        return None
-    return part[0], [node.args[0]]  # type: ignore[list-item]
-
-
-def _tanh_argument(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Match ``sqrt(2 / pi) * (x + 0.044715 * x^3)``; return x and the nodes passed."""
-    part = scaled(node.args[0])
-    if part is None or not _close(part[1], math.sqrt(2 / math.pi)):
-        return None
-    total = part[0]
-    pair = binary(total, aten.add.Tensor)
-    if pair is None:
-        return None
-    for x, rest in (pair, pair[::-1]):
-        cubic = scaled(rest)
-        if cubic is None or not _close(cubic[1], 0.044715):
-            continue
-        cube = _cube(cubic[0], x)
-        if cube is not None:
-            return x, [node.args[0], total, rest, *cube]
-    return None
-
-
-def _cube(node: fx.Node, x: fx.Node) -> list[fx.Node] | None:
-    if is_call(node, aten.pow.Tensor_Scalar):
-        return [node] if node.args[0] is x and node.args[1] == 3 else None
-    pair = binary(node, aten.mul.Tensor)
-    if pair is None:
-        return None
-    for square, factor in (pair, pair[::-1]):
-        if factor is x and (
-            binary(square, aten.mul.Tensor) == (x, x)
-            or (is_call(square, aten.pow.Tensor_Scalar) and square.args == (x, 2))
-        ):
-            return [node, square]
-    return None
-
-
-def _gelu(
-    anchor: fx.Node, argument: tuple[fx.Node, list[fx.Node]] | None, kind: str
-) -> Activation | None:
-    """Match ``0.5 * x * (1 + anchor)``, in any grouping of the factors."""
-    if argument is None or len(anchor.users) != 1:
-        return None
-    x, inside = argument
-    plus = next(iter(anchor.users))
-    shift = shifted(plus)
-    if shift is None or shift[1] != 1.0 or len(plus.users) != 1:
-        return None
-    product = next(iter(plus.users))
-    pair = binary(product, aten.mul.Tensor)
-    if pair is None:
-        return None
-    other = pair[1] if pair[0] is plus else pair[0]
-    half = scaled(other)
-    if half is not None and half[1] == 0.5 and half[0] is x:  # (0.5 x) (1 + ...)
-        return Activation(kind, product, x, (anchor, plus, other, *inside))
-    if other is x and len(product.users) == 1:  # (x (1 + ...)) 0.5
-        root = next(iter(product.users))
-        half = scaled(root)
-        if half is not None and half[1] == 0.5:
-            return Activation(kind, root, x, (anchor, plus, product, *inside))
-    return None
-
-
-def _silu(node: fx.Node) -> Activation | None:
-    """Match ``x / (1 + exp(-x))`` and ``x * sigmoid(x)``."""
-    pair = binary(node, aten.div.Tensor)
-    if pair is not None:
-        x, below = pair
-        shift = shifted(below)
-        if shift is None or shift[1] != 1.0 or not is_call(shift[0], aten.exp.default):
-            return None
-        negative = shift[0].args[0]
-        if is_call(negative, aten.neg.default) and negative.args[0] is x:  # type: ignore[union-attr]
-            return Activation("silu", node, x, (below, shift[0], negative))  # type: ignore[arg-type]
-        return None
-    pair = binary(node, aten.mul.Tensor)
-    if pair is not None:
-        for x, gate in (pair, pair[::-1]):
-            if is_call(gate, aten.sigmoid.default) and gate.args[0] is x:
-                return Activation("silu", node, x, (gate,))
-    return None
+        for kind, description in ACTIVATIONS.items():
+            found = READER.find(description, node)
+            if found is not None:
+                match = _with_casts(Activation(kind, node, found["x"], found.passed[1:]))
+                places[match.root] = match
+                break
+    return places
 
 
 def _with_casts(match: Activation) -> Activation:
@@ -398,7 +295,7 @@ def _gate(
 
 def _joint_layer(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> bool:
     """Fuse a gate and a factor that are the two halves of the result of one layer (Phi-3, GLM)."""
-    left, right = _half(gate.source), _half(up)
+    left, right = half_of_last(gate.source), half_of_last(up)
     if left is None or right is None:
         return False
     (layer, first, cut), (other, second, _) = left, right
@@ -424,33 +321,6 @@ def _joint_layer(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> 
     done = _gate(ctx, node, gate, layer, size, interior, (weights, biases))
     ctx.drop(unused if done else [*weights, *(biases or ())])
     return done
-
-
-def _half(node: Any) -> tuple[fx.Node, int, fx.Node] | None:
-    """Match one half of the last dimension; return what is halved, 0 or 1, and the op that cuts it."""
-    if is_call(node, aten.slice.Tensor):
-        given = arguments(node)
-        source, cut, dim = node.args[0], node.args[0], given["dim"]
-        start, end, step = given["start"] or 0, given["end"], given["step"]
-    elif is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
-        cut, step = node.args[0], 1
-        given = arguments(cut)
-        source, dim = cut.args[0], given["dim"]
-        if not isinstance(given["split_size"], int):
-            return None
-        start, end = (i * given["split_size"] for i in (node.args[1], node.args[1] + 1))
-    else:
-        return None
-    shape = shape_of(source)
-    if not shape or not isinstance(shape[-1], int) or dim not in (-1, len(shape) - 1) or step != 1:
-        return None
-    size = shape[-1]
-    end = size if end is None else end
-    if isinstance(start, int) and isinstance(end, int) and size % 2 == 0:
-        start, end = (i + size if i < 0 else min(i, size) for i in (start, end))
-        if (start, end) in ((0, size // 2), (size // 2, size)):
-            return source, int(start > 0), cut
-    return None
 
 
 def _two_tensors(ctx: Context, node: fx.Node, gate: Activation, up: fx.Node) -> None:
@@ -491,14 +361,6 @@ def fuse_post_ops(ctx: Context) -> None:
     activations = {a.source: a for a in find_activations(ctx).values()}
     for node in ctx.nodes(*_TARGETS):
         _follow(ctx, node, activations)
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call of an op by their names, with defaults."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    given.update(zip((a.name for a in schema.arguments), node.args, strict=False))
-    return {**given, **node.kwargs}
 
 
 def _follow(ctx: Context, node: fx.Node, activations: dict[fx.Node, Activation]) -> None:

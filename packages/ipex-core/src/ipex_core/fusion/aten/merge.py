@@ -14,8 +14,16 @@ import torch
 from torch import fx
 from torch._inductor.virtualized import V
 
-from ipex_core.fusion.aten import VIEWING, Context, is_call, items, same, shape_of, val
-from ipex_core.fusion.aten.linear import arguments
+from ipex_core.fusion.aten import (
+    VIEWING,
+    Context,
+    arguments,
+    is_call,
+    items,
+    same,
+    shape_of,
+    val,
+)
 from ipex_core.kernels.policy import prefer_merged_bags, prefer_merged_linears
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from ipex_core.fusion import LAYER_NORM, RMS_NORM, ROTATED
 from ipex_core.fusion.aten import (
     DEVICES,
+    READER,
     Context,
     between,
     binary,
     describe,
     is_call,
-    items,
     narrowed,
+    part_of_last,
     same,
     shape_of,
-    shifted,
     static,
     uncast,
     val,
@@ -54,14 +55,14 @@ class _Norm:
 
 def fuse_norms(ctx: Context) -> None:
     """Replace norms by ``ipex::rms_norm`` and ``ipex::layer_norm``."""
-    for node in ctx.nodes(aten.rsqrt.default):
-        match = _rms(node)
-        if match is not None:
-            _replace(ctx, match, "rms_norm")
-            continue
-        match = _layer(node)
-        if match is not None:
-            _replace(ctx, match, "layer_norm")
+    for node in ctx.nodes(aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar):
+        product = next(iter(node.users), node)
+        for name, description in (("rms_norm", RMS_NORM), ("layer_norm", LAYER_NORM)):
+            found = READER.find(description, product)
+            if found is not None:
+                match = _Norm(product, found["x"], list(found.passed[1:]), found["eps"])
+                _replace(ctx, _affine(match, with_bias=name == "layer_norm"), name)
+                break
 
 
 def _replace(ctx: Context, match: _Norm, name: str) -> None:
@@ -106,79 +107,11 @@ def _text(match: _Norm) -> str:
     return f"eps {match.eps:g}, " + ", ".join(parts)
 
 
-def _rms(rsqrt: fx.Node) -> _Norm | None:
-    part = shifted(rsqrt.args[0])
-    if part is None or not is_call(part[0], aten.mean.dim):
-        return None
-    mean, eps = part
-    squared = mean.args[0]
-    root_of: Any = None
-    if is_call(squared, aten.pow.Tensor_Scalar) and squared.args[1] == 2:  # type: ignore[union-attr]
-        root_of = squared.args[0]  # type: ignore[union-attr]
-    pair = binary(squared, aten.mul.Tensor)
-    if pair is not None and pair[0] is pair[1]:
-        root_of = pair[0]
-    if root_of is None or not _last_dim(mean, root_of):
-        return None
-    source = uncast(root_of)
-    product = next(iter(rsqrt.users), None)
-    pair = binary(product, aten.mul.Tensor)
-    if product is None or pair is None:
-        return None
-    factor = pair[1] if pair[0] is rsqrt else pair[0]
-    if uncast(factor) is not source:
-        return None
-    interior = [rsqrt, rsqrt.args[0], mean, squared, *between(root_of, source)]
-    interior += between(factor, source)
-    match = _Norm(product, source, interior, eps)  # type: ignore[arg-type]
-    return _affine(match, with_bias=False)
-
-
-def _layer(rsqrt: fx.Node) -> _Norm | None:
-    part = shifted(rsqrt.args[0])
-    if part is None or part[0].target is not operator.getitem:
-        return None
-    variance, eps = part
-    both = variance.args[0]
-    if not is_call(both, aten.var_mean.correction) or variance.args[1] != 0:
-        return None
-    assert isinstance(both, fx.Node)
-    wide = both.args[0]
-    if both.kwargs.get("correction", 1) != 0 or not _last_dim(both, wide):
-        return None
-    means = items(both, 1)
-    centered = [u for m in means for u in m.users]
-    if len(means) != 1 or len(centered) != 1:
-        return None
-    source = uncast(wide)
-    pair = binary(centered[0], aten.sub.Tensor)
-    product = next(iter(rsqrt.users), None)
-    if pair is None or uncast(pair[0]) is not source or pair[1] is not means[0]:
-        return None
-    factors = binary(product, aten.mul.Tensor)
-    if product is None or factors is None or {*factors} != {centered[0], rsqrt}:
-        return None
-    interior = [rsqrt, rsqrt.args[0], variance, both, *means, *centered, *between(wide, source)]
-    interior += between(pair[0], source)
-    match = _Norm(product, source, interior, eps)  # type: ignore[arg-type]
-    return _affine(match, with_bias=True)
-
-
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _last_dim(node: fx.Node, x: Any) -> bool:
-    """Return whether a reduction runs over the last dimension only and keeps it."""
-    shape = shape_of(x)
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    if shape is None or not shape or not keep or not isinstance(dims, (list, tuple)):
-        return False
-    return list(dims) in ([-1], [len(shape) - 1])
-
-
-def _affine(match: _Norm, with_bias: bool) -> _Norm | None:
+def _affine(match: _Norm, with_bias: bool) -> _Norm:
     """Follow the result of the normalization over weight, bias and the conversion back."""
     source = val(match.source)
     assert source is not None
@@ -202,9 +135,9 @@ def _affine(match: _Norm, with_bias: bool) -> _Norm | None:
     if user is not None and pair is not None and pair[0] is not pair[1]:
         other = pair[1] if pair[0] is match.root else pair[0]
         weight, shift = other, 0.0
-        part = None if with_bias else shifted(uncast(other))  # our layer norm has no offset
-        if part is not None:
-            weight, shift = part
+        part = READER.find(("shift", "x", "#by"), uncast(other))
+        if part is not None and not with_bias:  # our layer norm has no offset
+            weight, shift = part["x"], part["by"]
         weight = vector(uncast(weight))
         if weight is not None:
             match.interior += [match.root, *_steps(other, weight)]
@@ -309,44 +242,14 @@ def fuse_rotary(ctx: Context) -> None:
 
 
 def _match(cat: fx.Node) -> _Rotation | None:
-    parts = cat.args[0]
-    dim = cat.args[1] if len(cat.args) > 1 else 0
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or len(cat.users) != 1:
+    product = _only_user(cat)
+    root = None if product is None else _only_user(product)
+    found = READER.find(ROTATED, root)
+    shape = None if found is None else shape_of(found["x"])
+    if root is None or found is None or shape is None or len(shape) != 4:
         return None
-    high, low = parts
-    if not is_call(high, aten.neg.default) or not is_call(low, aten.slice.Tensor):
-        return None
-    assert isinstance(high, fx.Node) and isinstance(low, fx.Node)
-    upper, x = high.args[0], low.args[0]
-    shape = shape_of(x)
-    if not is_call(upper, aten.slice.Tensor) or shape is None or len(shape) != 4:
-        return None
-    assert isinstance(upper, fx.Node)
-    size = shape[3]
-    if upper.args[0] is not x or not isinstance(size, int) or size % 2 or dim not in (-1, 3):
-        return None
-    half = size // 2
-    halves = [_range(low, size), _range(upper, size)]
-    if halves != [(0, half), (half, size)]:
-        return None
-    product = next(iter(cat.users))
-    pair = binary(product, aten.mul.Tensor)
-    if pair is None or len(product.users) != 1:
-        return None
-    sin = pair[1] if pair[0] is cat else pair[0]
-    root = next(iter(product.users))
-    total = binary(root, aten.add.Tensor)
-    if total is None:
-        return None
-    straight = total[1] if total[0] is product else total[0]
-    pair = binary(straight, aten.mul.Tensor)
-    if pair is None or x not in pair:
-        return None
-    cos = pair[1] if pair[0] is x else pair[0]
-    if not all(isinstance(n, fx.Node) for n in (sin, cos)):
-        return None
-    cos, sin = _table(cos), _table(sin)
-    match = _Rotation(root, x, cos, sin, [cat, high, low, upper, product, straight], size)  # type: ignore[arg-type]
+    cos, sin = _table(found["cos"]), _table(found["sin"])
+    match = _Rotation(root, found["x"], cos, sin, list(found.passed[1:]), shape[3])
     _widen(match)
     return match
 
@@ -375,13 +278,9 @@ def _widen(match: _Rotation) -> None:
     ):
         return
     rest: Any = parts[1]
-    if (
-        not is_call(rest, aten.slice.Tensor)
-        or rest.args[0] is not whole
-        or not isinstance(size, int)
-    ):
+    if part_of_last(part) != (whole, 0, match.size, part):
         return
-    if _range(part, size) != (0, match.size) or _range(rest, size) != (match.size, size):
+    if part_of_last(rest) != (whole, match.size, size, rest):
         return
     match.interior += [root, rest] + ([part] if _only_for(part, match.interior) else [])
     match.root, match.x = joined, whole
@@ -398,16 +297,6 @@ def _table(node: fx.Node) -> fx.Node:
         assert isinstance(inner, fx.Node)
         return inner
     return node
-
-
-def _range(node: fx.Node, size: int) -> tuple[int, int] | None:
-    dim, start, end, *step = (*node.args[1:], None, None, None)[:4]
-    if dim not in (-1, 3) or step[0] not in (None, 1):
-        return None
-    start, end = start or 0, size if end is None else end
-    if not isinstance(start, int) or not isinstance(end, int):
-        return None
-    return start, min(end, size)
 
 
 def _partners(a: _Rotation, b: _Rotation) -> bool:

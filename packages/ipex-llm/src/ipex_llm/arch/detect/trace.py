@@ -112,21 +112,17 @@ class Trace:
                 self.outputs[module] = value.detach().clone()
                 self.counts[module] = len(result) if isinstance(result, tuple) else 0
 
-        handles = []
-        for module in self.names:
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
-        try:
-            with torch.no_grad():
+        with contextlib.ExitStack() as hooks, torch.no_grad():
+            for module in self.names:
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
+            try:
                 self.model(input_ids=self.ids.unsqueeze(0), use_cache=False)
-        except Exception as error:  # anything can go wrong in a model that is not a decoder
-            text = str(error).strip().split("\n")[0]
-            raise MatchError(
-                "", f"fails on {LENGTH} tokens: {type(error).__name__}: {text}"
-            ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
+            except Exception as error:  # anything can go wrong in a model that is not a decoder
+                text = str(error).strip().partition("\n")[0]
+                raise MatchError(
+                    "", f"fails on {LENGTH} tokens: {type(error).__name__}: {text}"
+                ) from error
 
     def ran(self, module: nn.Module) -> bool:
         """Return whether a module took and gave a tensor."""

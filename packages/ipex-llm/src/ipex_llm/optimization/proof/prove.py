@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -222,13 +223,11 @@ def _texts(case: _Case, plans: Sequence[LayerPlan]) -> int:
             rows[module] = first.detach()
 
     outer = [blocks.get(plan.router, plan.router) for plan in mixtures]
-    handles = [
-        module.register_forward_pre_hook(keep, with_kwargs=True)
-        for plan, block in zip(mixtures, outer, strict=True)
-        for module in {plan.router, block}
-    ]
     length = min(case.reach, case.positions())
-    try:
+    with contextlib.ExitStack() as hooks:
+        for plan, block in zip(mixtures, outer, strict=True):
+            for module in {plan.router, block}:
+                hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
         for seed in range(TEXTS):
             case.stock(input_ids=_ids(case.config, 2, length, seed), use_cache=False)
             for plan, block, found in zip(mixtures, outer, taken, strict=True):
@@ -238,9 +237,6 @@ def _texts(case: _Case, plans: Sequence[LayerPlan]) -> int:
                     found.update(_route(plan, x.reshape(-1, width).float())[1].flatten().tolist())
             if all(len(found) == plan.experts for found, plan in zip(taken, mixtures, strict=True)):
                 return max(2, seed + 1)
-    finally:
-        for handle in handles:
-            handle.remove()
     return TEXTS
 
 
