@@ -44,11 +44,24 @@ FAMILIES = (
     *("falcon_alibi", "bloom", "gpt_bigcode", "stablelm", "glm4", "granite"),
     *("olmo2", "cohere", "starcoder2", "nemotron"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
-    "deepseek_v2",
+    *("deepseek_v2", "deepseek_v3", "cohere2"),
+    # Of vLLM's backend for models of transformers, whose classes it changes: the last.
+    "gpt_neox",
 )
-#: What vLLM wants of a family: latent rows of 576 numbers.
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+#: What vLLM wants of a family: latent rows of 576 numbers, the shared head that all checkpoints of Cohere 2 have, and
+#: no number of key heads where the model has none.
 SIZES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "cohere2": {"tie_word_embeddings": True},
+    "gpt_neox": {"num_key_value_heads": 4},
+}
+#: What the file of the configuration says otherwise than transformers: the window, in which vLLM counts one token more,
+#: and how experts are chosen, which DeepSeek's files say and the class of transformers does not.
+SAVED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "cohere2": {"sliding_window": 7},
 }
 NEW_TOKENS = 24
 Tokens = list[list[int]]
@@ -138,6 +151,8 @@ def family(name: str, folder: Path) -> tuple[Any, Path]:
     place = folder / name
     if not place.exists():
         model.save_pretrained(place)
+        file = place / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **SAVED.get(name, {})}))
     return model, place
 
 
