@@ -89,6 +89,11 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm.utils.cpu_triton_utils": {"_compute_slot_mapping_kernel_impl": ()},
     "vllm._custom_ops": {"rotary_embedding": ()},
+    "vllm.utils.cpu_resource_utils": {"get_allowed_cpu_list": (), "get_memory_affinity": ()},
+    "vllm.v1.executor.ray_executor_v2": {
+        "RayWorkerProc": ("get_node_and_physical_gpu_ids", "initialize_worker"),
+        "RayExecutorV2": ("_init_executor",),
+    },
     "vllm.config": {"get_current_vllm_config_or_none": ()},
 }
 

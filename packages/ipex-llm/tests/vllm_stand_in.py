@@ -27,7 +27,7 @@ KERNELS = "vllm.model_executor.kernels.linear"
 #: The modules of the plug-in that import vLLM, and are made for each stand-in.
 OURS = tuple(
     f"ipex_llm.integrations.vllm.{name}"
-    for name in ("cpu_platform", "attention", "quantized", "worker")
+    for name in ("cpu_platform", "attention", "quantized", "ray_executor", "worker")
 )
 
 
@@ -92,7 +92,13 @@ def vllm_config(**options: Any) -> Config:
         "cache_config": CacheConfig(),
         "scheduler_config": Config(max_num_seqs=4),
         "parallel_config": Config(
-            tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1, worker_cls="auto"
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size_local=1,
+            local_world_size=1,
+            nnodes=1,
+            worker_cls="auto",
+            distributed_executor_backend="mp",
         ),
         "lora_config": None,
         "speculative_config": None,

@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import sys
 import types
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 import vllm_stand_in as stand_in
 from torch.nn import functional
 
+from ipex_core.ops.sample_token import uniform
 from ipex_llm.integrations import vllm as plugin
-from ipex_llm.integrations.vllm import experts, extension_ops, linear
+from ipex_llm.integrations.vllm import experts, extension_ops, linear, ranks
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -39,6 +41,7 @@ def modules(request, monkeypatch):
     """The stand-in of each recorded version, with our platform in use."""
     found = stand_in.install(monkeypatch, request.param)
     stand_in.use_our_platform(found)
+    monkeypatch.setenv(ranks.VARIABLE, "nobind")
     return found
 
 
@@ -510,8 +513,9 @@ def test_bad_calls_of_the_attention_are_refused(modules):
 
 def test_ops_of_the_extension_are_defined_once():
     first = extension_ops.define()
-    assert {*first} <= {*extension_ops.OPS} and extension_ops.define() == ()
-    for name in extension_ops.OPS:
+    names = {*extension_ops.NATIVE, *extension_ops.OPS}
+    assert {*first} <= names and extension_ops.define() == ()
+    for name in names:
         assert hasattr(torch.ops._C, name)
     torch.ops._C.init_cpu_memory_env([0])
     logits = torch.randn(5, 70)
@@ -627,9 +631,131 @@ def test_drawn_tokens_follow_the_seeds_and_the_probabilities():
     assert torch.equal(first, torch.ops._C.fused_gumbel_argmax(logits, seeds))
     share = first.bincount(minlength=4) / count
     torch.testing.assert_close(share, torch.tensor([0.5, 0.3, 0.2, 0.0]), rtol=0, atol=0.03)
-    numbers = extension_ops.uniform(torch.arange(-count, count))
+    numbers = uniform(torch.arange(-count, count))
     assert numbers.min() >= 0 and numbers.max() < 1
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_kernels_without_the_ops_of_vllm_are_told(monkeypatch):
+    lacking = types.SimpleNamespace(version="0.1", define=lambda library, name: False)
+    monkeypatch.setattr("ipex_core.kernels.providers.provider_for", lambda device: lacking)
+    monkeypatch.setitem(extension_ops.NATIVE, "not_of_this_release", lambda *given: None)
+    with pytest.raises(RuntimeError, match=r"must have not_of_this_release, got 0\.1: pip install"):
+        extension_ops.define()
+
+
+# --- cores of ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_machine_are_bound_with_all_its_replicas(modules, monkeypatch):
+    counts = []
+    monkeypatch.setattr(ranks, "bind", counts.append)
+    config = stand_in.vllm_config()
+    config.parallel_config.local_world_size = 2
+    config.parallel_config.data_parallel_size_local = 3
+    ours("cpu_platform").IpexPlatform.check_and_update_config(config)
+    assert counts == [6]
+
+
+def test_the_cores_of_this_machine_are_vllms_list(modules, monkeypatch):
+    listed = [types.SimpleNamespace(id=i, physical_core=i % 4, numa_node=0) for i in range(8)]
+    module = modules["vllm.utils.cpu_resource_utils"]
+    monkeypatch.setattr(module, "get_allowed_cpu_list", lambda: listed)
+    limits = types.SimpleNamespace(cpus=None)
+    monkeypatch.setattr(ranks, "cgroup_limits", lambda: limits)
+    assert ranks.cores_of_this_machine(2) == [[0, 1], [2, 3]]
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "2")
+    assert ranks.cores_of_this_machine(2) == [[0], [2]]
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU")
+    limits.cpus = 2.0
+    assert ranks.cores_of_this_machine(2) == [[0], [2]]
+
+
+def test_ranks_of_ray_are_counted_by_a_resource_and_bound(modules, monkeypatch):
+    module, executor = ours("ray_executor"), modules["vllm.v1.executor.ray_executor_v2"]
+    config = stand_in.vllm_config()
+    config.parallel_config.distributed_executor_backend = "ray"
+    platform = ours("cpu_platform").IpexPlatform
+    platform.check_and_update_config(config)
+    assert config.parallel_config.distributed_executor_backend is module.IpexRayExecutor
+    assert platform.ray_device_key == "ipex_rank"
+
+    made = []
+    stock = executor.RayWorkerProc
+    monkeypatch.setattr(
+        executor.RayExecutorV2, "_init_executor", lambda self: made.append(executor.RayWorkerProc)
+    )
+    module.IpexRayExecutor()._init_executor()
+    assert made == [module.IpexRayWorker] and executor.RayWorkerProc is stock
+
+    context = types.SimpleNamespace(get_node_id=lambda: "a")
+    ray = types.SimpleNamespace(get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    memory = modules["vllm.utils.cpu_resource_utils"]
+    monkeypatch.setattr(memory, "get_memory_affinity", lambda pid=0: [1, 3])
+    assert module.IpexRayWorker().get_node_and_physical_gpu_ids() == ("a", [1])
+
+    given = []
+    monkeypatch.setattr(
+        stock, "initialize_worker", lambda self, *arguments: given.append(arguments)
+    )
+    monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [[0], [5, 7]][:count])
+    bound, threads = [], []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    driver = {ranks.VARIABLE: "0-63", "A": "1"}
+    module.IpexRayWorker().initialize_worker(1, {}, "tcp", driver, [0, 0])
+    assert given.pop() == (1, {}, "tcp", {"A": "1"}, [0]) and not bound  # the user said nobind
+    monkeypatch.delenv(ranks.VARIABLE)
+    module.IpexRayWorker().initialize_worker(1, {}, "tcp", driver, [0, 0])
+    assert bound == [[5, 7]] and threads == [2]
+
+
+def cpus(nodes, cores, threads=2):
+    """Return CPUs numbered as Linux does: the first thread of all cores, then the second."""
+    count = nodes * cores
+    return [ranks.Cpu(t * count + c, c, c // cores) for t in range(threads) for c in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "count", "quota", "wanted"),
+    [
+        (1, 2, 1, None, ["0-1"]),
+        (1, 2, 2, None, ["0", "1"]),
+        (2, 4, 1, None, ["0-3"]),
+        (2, 4, 2, None, ["0-3", "4-7"]),
+        (2, 4, 3, None, ["0-1", "2-3", "4-7"]),
+        (2, 4, 2, 5.5, ["0-1", "4-5"]),
+        (1, 4, 2, 1.0, ["0", "2"]),
+        (1, 16, 2, None, ["0-6", "8-14"]),
+        (1, 2, 3, None, []),
+    ],
+)
+def test_each_rank_gets_cores_of_one_node(nodes, cores, count, quota, wanted):
+    found = ranks.cores_of_ranks(cpus(nodes, cores), count, quota)
+    spans = [f"{a[0]}-{a[-1]}" if len(a) > 1 else str(a[0]) for a in found]
+    assert spans == wanted
+    assert all(part == [*range(part[0], part[-1] + 1)] for part in found)
+
+
+def test_the_affinity_mask_and_the_reserve_of_the_user_count():
+    some = [cpu for cpu in cpus(1, 8) if cpu.core in (1, 2, 5, 6)]
+    assert ranks.cores_of_ranks(some, 2) == [[1, 2], [5, 6]]
+    assert ranks.cores_of_ranks(some, 2, spare=1) == [[1], [5]]
+
+
+def test_binding_is_left_to_the_user(monkeypatch, caplog):
+    monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [[0, 1], [2, 3]][:count])
+    monkeypatch.setenv(ranks.VARIABLE, "nobind")
+    ranks.bind(2)
+    assert os.environ[ranks.VARIABLE] == "nobind"
+    monkeypatch.setenv(ranks.VARIABLE, "auto")
+    ranks.bind(2)
+    assert os.environ[ranks.VARIABLE] == "0,1|2,3"
+    monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [])
+    monkeypatch.delenv(ranks.VARIABLE)
+    ranks.bind(3)
+    assert os.environ[ranks.VARIABLE] == "nobind" and "3 ranks on this machine" in caplog.text
 
 
 # --- speculative decoding ---------------------------------------------------------------------------------------------
