@@ -1249,6 +1249,10 @@ def test_experts_of_four_bits(modules, form):
         w2_zeros=given[1][2],
     )
     assert len(rest) == 4 and all(not one.numel() for one in rest)
+    supports = module.CPUExpertsInt4._supports_quant_scheme
+    key = types.SimpleNamespace(dtype="int4", group=group)
+    assert supports(key, None) and not supports(key, key)
+    assert not supports(types.SimpleNamespace(dtype="int8"), None) and not supports(None, None)
     layer = stand_in.layer_of(
         w13_weight=w13, w2_weight=w2, w13_weight_scale=rest[0], w2_weight_scale=rest[1]
     )

@@ -44,7 +44,11 @@ def register_quantized_experts() -> tuple[str, ...]:
         if stock is None:
             continue
         if not getattr(stock, "_ipex", False):
-            setattr(module, name, _expert_class(name, stock, pack))
+            made = _expert_class(name, stock, pack)
+            if pack is None:
+                # Groups of any size, for which vLLM has keys of their own.
+                made._supports_quant_scheme = staticmethod(_any_group(module.kInt4Static))
+            setattr(module, name, made)
         done.append(name)
     if "CPUExpertsInt4" in done:
         module.prepare_int4_moe_layer_for_cpu = prepare_int4
@@ -53,7 +57,16 @@ def register_quantized_experts() -> tuple[str, ...]:
     return tuple(done)
 
 
-def _expert_class(name: str, base: type, pack: Callable[[Any, Any], None] | None) -> type:
+def _any_group(key: Any) -> Callable[[Any, Any], bool]:
+    """Return what says whether weights have the type of a key of vLLM, and activations are float."""
+
+    def supports(weight_key: Any, activation_key: Any) -> bool:
+        return activation_key is None and getattr(weight_key, "dtype", None) == key.dtype
+
+    return supports
+
+
+def _expert_class(name: str, base: type, pack: Callable[[Any, Any], None] | None) -> Any:
     """Return a subclass of vLLM's experts with the product of ipex, for all sizes and ways of routing."""
     general: Any = importlib.import_module(_KERNEL).FusedMoEExperts
     members: dict[str, Any] = {
