@@ -7,6 +7,7 @@
 ``quantized``  greedy tokens of quantized weights beside those of the float weights that they stand for
 ``encoders``   embeddings of encoder models beside those of transformers
 ``ranks``      two tensor-parallel ranks beside one
+``cluster``    two stages of two ranks on two nodes of Ray, and a rank that is killed; needs ray
 ``serve``      `vllm serve`: completion, chat, streaming, a JSON schema
 ``refused``    what the plug-in does not have: one line that says so
 =============  ========================================================================================
@@ -17,11 +18,13 @@ Without parts: all. It prints a line per case and ends with 1 if one differs. No
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,11 +47,24 @@ FAMILIES = (
     *("falcon_alibi", "bloom", "gpt_bigcode", "stablelm", "glm4", "granite"),
     *("olmo2", "cohere", "starcoder2", "nemotron"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
-    "deepseek_v2",
+    *("deepseek_v2", "deepseek_v3", "cohere2"),
+    # Of vLLM's backend for models of transformers, whose classes it changes: the last.
+    "gpt_neox",
 )
-#: What vLLM wants of a family: latent rows of 576 numbers.
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+#: What vLLM wants of a family: latent rows of 576 numbers, the shared head that all checkpoints of Cohere 2 have, and
+#: no number of key heads where the model has none.
 SIZES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "cohere2": {"tie_word_embeddings": True},
+    "gpt_neox": {"num_key_value_heads": 4},
+}
+#: What the file of the configuration says otherwise than transformers: the window, in which vLLM counts one token more,
+#: and how experts are chosen, which DeepSeek's files say and the class of transformers does not.
+SAVED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "cohere2": {"sliding_window": 7},
 }
 NEW_TOKENS = 24
 Tokens = list[list[int]]
@@ -138,6 +154,8 @@ def family(name: str, folder: Path) -> tuple[Any, Path]:
     place = folder / name
     if not place.exists():
         model.save_pretrained(place)
+        file = place / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **SAVED.get(name, {})}))
     return model, place
 
 
@@ -386,6 +404,105 @@ def quantized(folder: Path) -> Iterator[Case]:
             return "" if worst < limit else f"a token is {worst:.2f} nats behind the best"
 
         yield name, run
+    for kind, name in (("compressed-w4a16", "qwen3_moe"), ("mxfp4", "gpt_oss")):
+        yield f"experts-{kind}", functools.partial(packed_experts, folder, name)
+
+
+def nearest(weight: Any) -> tuple[dict[str, Any], Any]:
+    """Round ``[N, K]`` to 4 bits in groups of 32; return the tensors of compressed-tensors, and what they stand for."""
+    import torch
+    from vllm_stand_in import words
+
+    groups = weight.unflatten(1, (-1, 32))
+    scale = groups.abs().amax(-1) / 7
+    codes = (groups / scale[..., None]).round().clamp(-8, 7)
+    tensors = {
+        "weight_packed": words((codes + 8).flatten(1), 4, 1),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, (codes * scale[..., None]).flatten(1)
+
+
+def nearest_fp4(weight: Any) -> tuple[Any, Any, Any]:
+    """Round ``[E, N, K]`` to MXFP4; return blocks ``[E, N, K / 32, 16]``, their exponents, and what they stand for."""
+    import torch
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    groups = weight.unflatten(2, (-1, 32))
+    power = (groups.abs().amax(-1) / 6).log2().ceil()
+    scaled = groups / power.exp2()[..., None]
+    codes = (scaled[..., None] - values).abs().argmin(-1)
+    blocks = (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+    return (
+        blocks,
+        (power + 127).to(torch.uint8),
+        (values[codes] * power.exp2()[..., None]).flatten(2),
+    )
+
+
+def packed_experts(folder: Path, name: str) -> str:
+    """Compare experts of 4 bits with the float experts that they stand for."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    _, place = family(name, folder)
+    state = load_file(place / "model.safetensors")
+    packed, floats = {}, {}
+    for key, value in state.items():
+        stem = key.removesuffix(".weight")
+        if name == "gpt_oss" and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, exponents, weight = nearest_fp4(value.transpose(1, 2))
+            packed |= {f"{key}_blocks": blocks, f"{key}_scales": exponents}
+            floats[key] = weight.transpose(1, 2).contiguous()
+        elif name != "gpt_oss" and ".experts." in key:
+            tensors, floats[key] = nearest(value)
+            packed |= {f"{stem}.{part}": tensor for part, tensor in tensors.items()}
+        else:
+            packed[key] = floats[key] = value
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+    }
+    formats: dict[str, Any] = {
+        "gpt_oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        "qwen3_moe": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+        },
+    }
+    config = json.loads((place / "config.json").read_text())
+    places = []
+    for kind, tensors in (("float", floats), ("packed", packed)):
+        places.append(folder / f"{name}-{kind}")
+        places[-1].mkdir()
+        save_file(tensors, places[-1] / "model.safetensors", {"format": "pt"})
+        if kind == "packed":
+            # vLLM has no experts of this kind in float32.
+            config |= {"quantization_config": formats[name], "dtype": "bfloat16"}
+        (places[-1] / "config.json").write_text(json.dumps(config))
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(places[0], dtype=torch.float32, attn_implementation="eager").eval()
+    engine = start(places[1], dtype="bfloat16")
+    try:
+        got = generate(engine, prompts())
+    finally:
+        stop(engine)
+    # What rounding to bfloat16 alone costs, which may send a token to another expert.
+    rounded = behind(model, reference(copy.deepcopy(model).bfloat16(), prompts()))
+    worst = behind(model, got)
+    if worst < rounded + 0.5:
+        return ""
+    return (
+        f"a token is {worst:.2f} nats behind the best, with transformers in bfloat16 {rounded:.2f}"
+    )
 
 
 def encoders(folder: Path) -> Iterator[Case]:
@@ -444,7 +561,7 @@ def ranks(folder: Path) -> Iterator[Case]:
         )
         place_of_script = folder / "two_ranks.py"
         place_of_script.write_text(script)
-        free = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        free = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         result = subprocess.run(
             [sys.executable, str(place_of_script), str(Path(__file__).parent), str(place)],
             check=False,
@@ -459,6 +576,101 @@ def ranks(folder: Path) -> Iterator[Case]:
         return compare(json.loads(lines[0].removeprefix("TOKENS ")), wanted)
 
     yield "two ranks", run
+
+
+#: In a process of its own: a pipeline of two stages of two ranks on a cluster, and what comes of a rank that is killed.
+_CLUSTER = """
+import json, os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import psutil
+import ray
+import vllm_check as c
+
+if __name__ == "__main__":
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+    while ray.cluster_resources().get("ipex_rank", 0) < 4:
+        time.sleep(1)
+    ray.shutdown()
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    engine = c.start(sys.argv[2], distributed_executor_backend="ray", **sizes)
+    print("TOKENS", json.dumps(c.generate(engine, c.prompts())), flush=True)
+    ranks = [p for p in psutil.process_iter() if "IpexRayWorker" in " ".join(p.cmdline())]
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        c.generate(engine, c.prompts())
+        print("FAILED a killed rank was not seen")
+    except Exception as error:
+        print("ENDED", len(ranks), time.monotonic() - begin, type(error).__name__, flush=True)
+"""
+#: Seconds until a killed rank is told.
+_SOON = 60
+
+
+def cluster(folder: Path) -> Iterator[Case]:
+    """Yield the case of two nodes of Ray on this machine."""
+
+    def run() -> str:
+        model, place = family("llama", folder)
+        wanted = reference(model, prompts())
+        script = folder / "cluster.py"
+        script.write_text(_CLUSTER)
+        port = 20000 + os.getpid() % 10000
+        common = ["start", "--block", "--num-cpus=2", "--num-gpus=0", "--disable-usage-stats"]
+        common += ["--object-store-memory=80000000", '--resources={"ipex_rank": 2}']
+        nodes = []
+        try:
+            for number, special in enumerate(
+                (
+                    ["--head", f"--port={port}", "--include-dashboard=false"],
+                    [f"--address=127.0.0.1:{port}"],
+                )
+            ):
+                command = [str(Path(sys.executable).parent / "ray"), *common, *special]
+                command.append(f"--node-ip-address=127.0.0.{number + 1}")
+                log = (folder / f"node{number}.log").open("w")
+                nodes.append(subprocess.Popen(command, stdout=log, stderr=log))
+                if not number:
+                    wait_for_port(port)
+            environment = {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "RAY_ADDRESS": f"127.0.0.1:{port}",
+            }
+            result = subprocess.run(
+                [sys.executable, str(script), str(Path(__file__).parent), str(place)],
+                check=False,
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                timeout=1800,
+            )
+        finally:
+            for node in reversed(nodes):
+                node.terminate()
+            for node in nodes:
+                node.wait(60)
+        lines = dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)
+        if "TOKENS" not in lines:
+            return f"no result: {result.stdout[-500:]} {result.stderr[-1500:]}"
+        if problem := compare(json.loads(lines["TOKENS"]), wanted):
+            return problem
+        if "ENDED" not in lines:
+            return lines.get("FAILED", "no error after a rank was killed")
+        count, seconds, kind = lines["ENDED"].split()
+        print(f"     {count} ranks; {kind} {float(seconds):.1f} s after one was killed")
+        return "" if float(seconds) < _SOON else f"the error came after {seconds} s"
+
+    yield "two nodes of Ray", run
+
+
+def wait_for_port(port: int) -> None:
+    """Wait until something listens on a port of this machine."""
+    for _ in range(300):
+        with socket.socket() as one:
+            if one.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(1)
+    raise TimeoutError(f"nothing listens on port {port}")
 
 
 def tokenizer(place: Path) -> None:
@@ -602,6 +814,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Case]]] = {
     "quantized": quantized,
     "encoders": encoders,
     "ranks": ranks,
+    "cluster": cluster,
     "serve": serve,
     "refused": refused,
 }

@@ -23,6 +23,7 @@ RECORD = (
 )
 _KERNELS = "vllm.model_executor.kernels.linear"
 _BACKEND = "vllm.v1.attention.backend"
+_QUANTIZED_EXPERTS = ("CPUExpertsInt4", "CPUExpertsInt8", "CPUExpertsMxfp4")
 
 #: Module -> functions, and classes with the methods that the plug-in overrides or calls. "": only that it is there.
 INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -75,7 +76,13 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": {
         "CPUUnquantizedExperts": (
             *("__init__", "_supports_grouped_gemm", "process_weights_after_loading", "apply"),
-        )
+        ),
+        **{name: ("__init__", "apply") for name in _QUANTIZED_EXPERTS},
+        "prepare_int4_moe_layer_for_cpu": (),
+        "prepare_mxfp4_moe_layer_for_cpu": (),
+    },
+    "vllm.model_executor.layers.fused_moe.modular_kernel": {
+        "FusedMoEExperts": ("is_supported_config",)
     },
     "vllm.distributed.device_communicators.cpu_communicator": {
         "CpuCommunicator": ("__init__", "all_reduce")
@@ -83,12 +90,18 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.v1.worker.cpu_worker": {
         "CPUWorker": (
             "determine_available_memory",
+            "load_model",
             "_should_warm_up_model",
             "get_kv_cache_spec",
         )
     },
     "vllm.utils.cpu_triton_utils": {"_compute_slot_mapping_kernel_impl": ()},
     "vllm._custom_ops": {"rotary_embedding": ()},
+    "vllm.utils.cpu_resource_utils": {"get_allowed_cpu_list": (), "get_memory_affinity": ()},
+    "vllm.v1.executor.ray_executor_v2": {
+        "RayWorkerProc": ("get_node_and_physical_gpu_ids", "initialize_worker"),
+        "RayExecutorV2": ("_init_executor",),
+    },
     "vllm.config": {"get_current_vllm_config_or_none": ()},
 }
 

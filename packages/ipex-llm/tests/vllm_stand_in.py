@@ -27,7 +27,7 @@ KERNELS = "vllm.model_executor.kernels.linear"
 #: The modules of the plug-in that import vLLM, and are made for each stand-in.
 OURS = tuple(
     f"ipex_llm.integrations.vllm.{name}"
-    for name in ("cpu_platform", "attention", "quantized", "worker")
+    for name in ("cpu_platform", "attention", "quantized", "ray_executor", "worker")
 )
 
 
@@ -92,7 +92,13 @@ def vllm_config(**options: Any) -> Config:
         "cache_config": CacheConfig(),
         "scheduler_config": Config(max_num_seqs=4),
         "parallel_config": Config(
-            tensor_parallel_size=1, pipeline_parallel_size=1, nnodes=1, worker_cls="auto"
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size_local=1,
+            local_world_size=1,
+            nnodes=1,
+            worker_cls="auto",
+            distributed_executor_backend="mp",
         ),
         "lora_config": None,
         "speculative_config": None,
@@ -184,7 +190,10 @@ def _details(modules: dict[str, types.ModuleType], config: Config, cpu: bool) ->
         self.moe_config, self.quant_config = moe_config, quant_config
 
     cpu_moe = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"]
-    cpu_moe.CPUUnquantizedExperts.__init__ = experts  # type: ignore[attr-defined]
+    cpu_moe.kInt4Static = types.SimpleNamespace(dtype="int4")  # type: ignore[attr-defined]
+    for name in ("Unquantized", "Int4", "Int8", "Mxfp4"):
+        class_name = f"CPU{name}Experts" if name == "Unquantized" else f"CPUExperts{name}"
+        getattr(cpu_moe, class_name).__init__ = experts
 
     def configured(self: Any, vllm_config: Any) -> None:
         self.vllm_config, self.cache_config = vllm_config, vllm_config.cache_config

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "ipex/glue/deferred.h"
 #include "ipex/glue/dispatch.h"
 #include "runtime/arena.h"
 #include "runtime/cpu_features.h"
@@ -109,6 +110,10 @@ IPEX_C_API const char* ipex_cpu_features() {
     }
     return text;
   });
+}
+
+IPEX_C_API const char* ipex_cpu_define(const char* library, const char* name) {
+  return guarded([&] { return std::string(ipex::Deferred::define(library, name) ? name : ""); });
 }
 
 IPEX_C_API void ipex_cpu_enable_huge_pages(int enabled) {

@@ -93,6 +93,7 @@ def register(api: int) -> ProviderInfo:
         stock_when=_STOCK_WHEN,
         why_unavailable=native.why_unavailable,
         current_isa=native.level,
+        define=native.define,
     )
 
 

@@ -70,6 +70,7 @@ class Native:
             self._declare(name, [])
         for name in ("why_unavailable", "set_level", "kernels"):
             self._declare(name, [ctypes.c_char_p])
+        self._declare("define", [ctypes.c_char_p, ctypes.c_char_p])
 
     def _declare(self, name: str, arguments: list[type]) -> None:
         function = getattr(self._library, f"ipex_cpu_{name}")
@@ -126,6 +127,10 @@ class Native:
         """Return ``(symbol, current level, available levels)`` of an op's kernels."""
         rows = [line.split(" ") for line in self._text("kernels", op).splitlines()]
         return [(row[1], row[2], tuple(row[3].split(","))) for row in rows]
+
+    def define(self, library: str, name: str) -> bool:
+        """Register an op of another library with torch, and return whether it is known."""
+        return bool(self._text("define", library, name))
 
     def enable_huge_pages(self, enabled: bool) -> None:
         """Let the arena of packed weights use huge pages or not."""

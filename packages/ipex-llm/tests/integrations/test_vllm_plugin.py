@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import sys
 import types
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 import vllm_stand_in as stand_in
 from torch.nn import functional
 
+from ipex_core.ops.sample_token import uniform
 from ipex_llm.integrations import vllm as plugin
-from ipex_llm.integrations.vllm import experts, extension_ops, linear
+from ipex_llm.integrations.vllm import experts, extension_ops, linear, quantized_experts, ranks
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -39,6 +41,7 @@ def modules(request, monkeypatch):
     """The stand-in of each recorded version, with our platform in use."""
     found = stand_in.install(monkeypatch, request.param)
     stand_in.use_our_platform(found)
+    monkeypatch.setenv(ranks.VARIABLE, "nobind")
     return found
 
 
@@ -344,6 +347,31 @@ def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
             worker.determine_available_memory()
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_later_stages_can_receive_before_the_first_run(modules, monkeypatch, first, stages):
+    module = ours("worker")
+    worker = module.IpexWorker(stand_in.vllm_config())
+    monkeypatch.setattr(module.CPUWorker, "load_model", lambda self, **options: options)
+    monkeypatch.setattr(module, "_first_stage", lambda: first)
+
+    def make(**sizes):
+        return sizes
+
+    worker.parallel_config = stand_in.Config(pipeline_parallel_size=stages)
+    worker.model_runner = types.SimpleNamespace(
+        intermediate_tensors=None,
+        model=types.SimpleNamespace(make_empty_intermediate_tensors=make),
+        max_num_tokens=7,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    assert worker.load_model(a=1) == {"a": 1}
+    made = worker.model_runner.intermediate_tensors
+    wanted = {"batch_size": 7, "dtype": torch.float32, "device": "cpu"}
+    assert made == (wanted if stages > 1 and not first else None)
+
+
 def test_replacements_of_triton_are_registered_once(modules, monkeypatch):
     platform = ours("cpu_platform").IpexPlatform
     calls = []
@@ -510,8 +538,9 @@ def test_bad_calls_of_the_attention_are_refused(modules):
 
 def test_ops_of_the_extension_are_defined_once():
     first = extension_ops.define()
-    assert {*first} <= {*extension_ops.OPS} and extension_ops.define() == ()
-    for name in extension_ops.OPS:
+    names = {*extension_ops.NATIVE, *extension_ops.OPS}
+    assert {*first} <= names and extension_ops.define() == ()
+    for name in names:
         assert hasattr(torch.ops._C, name)
     torch.ops._C.init_cpu_memory_env([0])
     logits = torch.randn(5, 70)
@@ -627,9 +656,131 @@ def test_drawn_tokens_follow_the_seeds_and_the_probabilities():
     assert torch.equal(first, torch.ops._C.fused_gumbel_argmax(logits, seeds))
     share = first.bincount(minlength=4) / count
     torch.testing.assert_close(share, torch.tensor([0.5, 0.3, 0.2, 0.0]), rtol=0, atol=0.03)
-    numbers = extension_ops.uniform(torch.arange(-count, count))
+    numbers = uniform(torch.arange(-count, count))
     assert numbers.min() >= 0 and numbers.max() < 1
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_kernels_without_the_ops_of_vllm_are_told(monkeypatch):
+    lacking = types.SimpleNamespace(version="0.1", define=lambda library, name: False)
+    monkeypatch.setattr("ipex_core.kernels.providers.provider_for", lambda device: lacking)
+    monkeypatch.setitem(extension_ops.NATIVE, "not_of_this_release", lambda *given: None)
+    with pytest.raises(RuntimeError, match=r"must have not_of_this_release, got 0\.1: pip install"):
+        extension_ops.define()
+
+
+# --- cores of ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_machine_are_bound_with_all_its_replicas(modules, monkeypatch):
+    counts = []
+    monkeypatch.setattr(ranks, "bind", counts.append)
+    config = stand_in.vllm_config()
+    config.parallel_config.local_world_size = 2
+    config.parallel_config.data_parallel_size_local = 3
+    ours("cpu_platform").IpexPlatform.check_and_update_config(config)
+    assert counts == [6]
+
+
+def test_the_cores_of_this_machine_are_vllms_list(modules, monkeypatch):
+    listed = [types.SimpleNamespace(id=i, physical_core=i % 4, numa_node=0) for i in range(8)]
+    module = modules["vllm.utils.cpu_resource_utils"]
+    monkeypatch.setattr(module, "get_allowed_cpu_list", lambda: listed)
+    limits = types.SimpleNamespace(cpus=None)
+    monkeypatch.setattr(ranks, "cgroup_limits", lambda: limits)
+    assert ranks.cores_of_this_machine(2) == [[0, 1], [2, 3]]
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "2")
+    assert ranks.cores_of_this_machine(2) == [[0], [2]]
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU")
+    limits.cpus = 2.0
+    assert ranks.cores_of_this_machine(2) == [[0], [2]]
+
+
+def test_ranks_of_ray_are_counted_by_a_resource_and_bound(modules, monkeypatch):
+    module, executor = ours("ray_executor"), modules["vllm.v1.executor.ray_executor_v2"]
+    config = stand_in.vllm_config()
+    config.parallel_config.distributed_executor_backend = "ray"
+    platform = ours("cpu_platform").IpexPlatform
+    platform.check_and_update_config(config)
+    assert config.parallel_config.distributed_executor_backend is module.IpexRayExecutor
+    assert platform.ray_device_key == "ipex_rank"
+
+    made = []
+    stock = executor.RayWorkerProc
+    monkeypatch.setattr(
+        executor.RayExecutorV2, "_init_executor", lambda self: made.append(executor.RayWorkerProc)
+    )
+    module.IpexRayExecutor()._init_executor()
+    assert made == [module.IpexRayWorker] and executor.RayWorkerProc is stock
+
+    context = types.SimpleNamespace(get_node_id=lambda: "a")
+    ray = types.SimpleNamespace(get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    memory = modules["vllm.utils.cpu_resource_utils"]
+    monkeypatch.setattr(memory, "get_memory_affinity", lambda pid=0: [1, 3])
+    assert module.IpexRayWorker().get_node_and_physical_gpu_ids() == ("a", [1])
+
+    given = []
+    monkeypatch.setattr(
+        stock, "initialize_worker", lambda self, *arguments: given.append(arguments)
+    )
+    monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [[0], [5, 7]][:count])
+    bound, threads = [], []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    driver = {ranks.VARIABLE: "0-63", "A": "1"}
+    module.IpexRayWorker().initialize_worker(1, {}, "tcp", driver, [0, 0])
+    assert given.pop() == (1, {}, "tcp", {"A": "1"}, [0]) and not bound  # the user said nobind
+    monkeypatch.delenv(ranks.VARIABLE)
+    module.IpexRayWorker().initialize_worker(1, {}, "tcp", driver, [0, 0])
+    assert bound == [[5, 7]] and threads == [2]
+
+
+def cpus(nodes, cores, threads=2):
+    """Return CPUs numbered as Linux does: the first thread of all cores, then the second."""
+    count = nodes * cores
+    return [ranks.Cpu(t * count + c, c, c // cores) for t in range(threads) for c in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "count", "quota", "wanted"),
+    [
+        (1, 2, 1, None, ["0-1"]),
+        (1, 2, 2, None, ["0", "1"]),
+        (2, 4, 1, None, ["0-3"]),
+        (2, 4, 2, None, ["0-3", "4-7"]),
+        (2, 4, 3, None, ["0-1", "2-3", "4-7"]),
+        (2, 4, 2, 5.5, ["0-1", "4-5"]),
+        (1, 4, 2, 1.0, ["0", "2"]),
+        (1, 16, 2, None, ["0-6", "8-14"]),
+        (1, 2, 3, None, []),
+    ],
+)
+def test_each_rank_gets_cores_of_one_node(nodes, cores, count, quota, wanted):
+    found = ranks.cores_of_ranks(cpus(nodes, cores), count, quota)
+    spans = [f"{a[0]}-{a[-1]}" if len(a) > 1 else str(a[0]) for a in found]
+    assert spans == wanted
+    assert all(part == [*range(part[0], part[-1] + 1)] for part in found)
+
+
+def test_the_affinity_mask_and_the_reserve_of_the_user_count():
+    some = [cpu for cpu in cpus(1, 8) if cpu.core in (1, 2, 5, 6)]
+    assert ranks.cores_of_ranks(some, 2) == [[1, 2], [5, 6]]
+    assert ranks.cores_of_ranks(some, 2, spare=1) == [[1], [5]]
+
+
+def test_binding_is_left_to_the_user(monkeypatch, caplog):
+    monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [[0, 1], [2, 3]][:count])
+    monkeypatch.setenv(ranks.VARIABLE, "nobind")
+    ranks.bind(2)
+    assert os.environ[ranks.VARIABLE] == "nobind"
+    monkeypatch.setenv(ranks.VARIABLE, "auto")
+    ranks.bind(2)
+    assert os.environ[ranks.VARIABLE] == "0,1|2,3"
+    monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [])
+    monkeypatch.delenv(ranks.VARIABLE)
+    ranks.bind(3)
+    assert os.environ[ranks.VARIABLE] == "nobind" and "3 ranks on this machine" in caplog.text
 
 
 # --- speculative decoding ---------------------------------------------------------------------------------------------
@@ -1011,6 +1162,140 @@ def test_experts(modules, name, parallel):
                 inside = getattr(functional, name)(gate) * up
             wanted[token] += weight * (w2[e] @ inside + b2[e])
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+def moe(w13, w2, x, weights, ids, activation="silu", biases=(None, None)):
+    """Return what the experts of float weights give, gates before the up projection or by turns."""
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for weight, e in zip(weights[token], ids[token].tolist(), strict=True):
+            both = w13[e] @ x[token] + (0 if biases[0] is None else biases[0][e])
+            if activation == "swigluoai":
+                gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
+                inside = (up + 1) * gate * (gate * 1.702).sigmoid()
+            else:
+                gate, up = both.chunk(2)
+                inside = functional.silu(gate) * up
+            out[token] += weight * (w2[e] @ inside + (0 if biases[1] is None else biases[1][e]))
+    return out
+
+
+def run_quantized(name, modules, layer, x, weights, ids, inner, activation="silu", **config):
+    """Return what one of our quantized experts gives for a layer, packed by vLLM's steps."""
+    quantized_experts.register_quantized_experts()
+    module = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"]
+    named = types.SimpleNamespace(value=activation)
+    chosen = stand_in.Config(intermediate_size_per_partition=inner, activation=named)
+    made = getattr(module, name)(chosen, stand_in.Config(**config))
+    biases = config.get("biases", (None, None))
+    made.w1_bias, made.w2_bias = biases
+    made.w1_scale, made.w2_scale = layer.w13_weight_scale, layer.w2_weight_scale
+    if "process_weights_after_loading" in vars(type(made)):
+        made.process_weights_after_loading(layer)
+    assert made._supports_current_device() and made._supports_activation(named)
+    assert made.supports_expert_map()
+    sizes = made.moe_problem_size(x, layer.w13_weight, layer.w2_weight, ids)
+    assert sizes == (layer.w13_weight.shape[0], x.shape[0], 2 * inner, x.shape[1], ids.shape[1])
+    out = torch.empty_like(x)
+    none = [None] * 4
+    made.apply(
+        *(out, x, layer.w13_weight, layer.w2_weight, weights, ids, named, 4, None),
+        *none,
+        None,
+        False,
+    )
+    return out
+
+
+def routed(tokens, hidden, experts_count=4):
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(tokens, hidden, generator=generator)
+    scores = torch.randn(tokens, experts_count, generator=generator).softmax(-1)
+    weights, ids = scores.topk(2)
+    return x, weights, ids.int()
+
+
+@pytest.mark.parametrize("form", ["symmetric", "gptq", "awq"])
+def test_experts_of_four_bits(modules, form):
+    count, hidden, inner, group = 4, 64, 32, 32
+    x, weights, ids = routed(5, hidden, count)
+    generator = torch.Generator().manual_seed(12)
+    given, wanted = [], []
+    for n, k in ((2 * inner, hidden), (hidden, inner)):
+        codes = torch.randint(0, 16, (count, n, k), generator=generator)
+        zeros = torch.full((count, n, k // group), 8)
+        if form != "symmetric":
+            zeros = torch.randint(1, 16, zeros.shape, generator=generator)
+        scale = torch.rand(count, n, k // group, generator=generator) / 20
+        wide = zeros.repeat_interleave(group, 2), scale.repeat_interleave(group, 2)
+        wanted.append((codes - wide[0]) * wide[1])
+        if form == "awq":
+            order = [0, 2, 4, 6, 1, 3, 5, 7]
+            packed = codes.transpose(1, 2).unflatten(2, (-1, 8))[..., order].flatten(2)
+            stored = zeros.transpose(1, 2).unflatten(2, (-1, 8))[..., order].flatten(2)
+            given.append((stand_in.words(packed, 4, 2), scale, stand_in.words(stored, 4, 2)))
+        else:
+            words = stand_in.words(codes.transpose(1, 2), 4, 1)
+            stored = stand_in.words(zeros.transpose(1, 2) - 1, 4, 2)
+            given.append((words, scale, None if form == "symmetric" else stored))
+    quantized_experts.register_quantized_experts()
+    module = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"]
+    algorithm = types.SimpleNamespace(name="AWQ" if form == "awq" else "GPTQ")
+    w13, w2, *rest = module.prepare_int4_moe_layer_for_cpu(
+        *(given[0][0], given[1][0]),
+        *(scale.transpose(1, 2) for _, scale, _ in given),
+        quant_algo=algorithm,
+        w13_zeros=given[0][2],
+        w2_zeros=given[1][2],
+    )
+    assert len(rest) == 4 and all(not one.numel() for one in rest)
+    supports = module.CPUExpertsInt4._supports_quant_scheme
+    key = types.SimpleNamespace(dtype="int4", group=group)
+    assert supports(key, None) and not supports(key, key)
+    assert not supports(types.SimpleNamespace(dtype="int8"), None) and not supports(None, None)
+    layer = stand_in.layer_of(
+        w13_weight=w13, w2_weight=w2, w13_weight_scale=rest[0], w2_weight_scale=rest[1]
+    )
+    out = run_quantized("CPUExpertsInt4", modules, layer, x, weights, ids, inner)
+    torch.testing.assert_close(out, moe(*wanted, x, weights, ids), rtol=2e-2, atol=2e-2)
+
+
+def test_experts_of_eight_bits(modules):
+    count, hidden, inner = 4, 64, 32
+    x, weights, ids = routed(5, hidden, count)
+    w13 = torch.randint(-127, 128, (count, 2 * inner, hidden), dtype=torch.int8)
+    w2 = torch.randint(-127, 128, (count, hidden, inner), dtype=torch.int8)
+    s13, s2 = torch.rand(count, 2 * inner, 1) / 500, torch.rand(count, hidden, 1) / 500
+    layer = stand_in.layer_of(
+        w13_weight=w13, w2_weight=w2, w13_weight_scale=s13, w2_weight_scale=s2
+    )
+    out = run_quantized("CPUExpertsInt8", modules, layer, x, weights, ids, inner)
+    wanted = moe(w13 * s13, w2 * s2, x, weights, ids)
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_experts_in_mxfp4(modules, activation):
+    count, hidden, inner = 4, 64, 32
+    x, weights, ids = routed(5, hidden, count)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    parts, wanted = {}, []
+    for name, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+        codes = torch.randint(0, 16, (count, n, k), dtype=torch.uint8)
+        powers = torch.randint(121, 126, (count, n, k // 32), dtype=torch.uint8)
+        parts[f"{name}_weight"] = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        parts[f"{name}_weight_scale"] = powers
+        scale = torch.exp2(powers.float() - 127).repeat_interleave(32, 2)
+        wanted.append(values[codes.long()] * scale)
+    biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+    layer = stand_in.layer_of(**parts)
+    out = run_quantized(
+        *("CPUExpertsMxfp4", modules, layer, x, weights, ids, inner, activation), biases=biases
+    )
+    assert not layer.w13_weight_scale.numel()
+    expected = moe(*wanted, x, weights, ids, activation, biases)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=5e-2)
 
 
 # --- sums over ranks --------------------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ class ProviderInfo:
         stock_when: Conditions, per op, under which the stock op is used because it is faster.
         why_unavailable: Tells why a level cannot be used on this machine; "" if it can or if nothing is known.
         current_isa: Returns the active level, which tests and benchmarks can change; None if it cannot change.
+        define: Registers an op of another library than ipex with torch, by the names of library and op, as plug-ins of
+            other projects ask for; False if the package does not have it.
     """
 
     name: str
@@ -123,6 +125,7 @@ class ProviderInfo:
     stock_when: Mapping[str, str] = dataclasses.field(default_factory=dict)
     why_unavailable: Callable[[str], str] = lambda level: ""
     current_isa: Callable[[], str] | None = None
+    define: Callable[[str, str], bool] = lambda library, name: False
 
     def level(self) -> str:
         """Return the active level."""

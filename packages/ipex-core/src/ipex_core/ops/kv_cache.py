@@ -9,6 +9,7 @@ where there are any. Kernels repeat these checks with the same text (``ipex/glue
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -460,3 +461,107 @@ for _name, _reference in (
             summary="Write new keys and values into a paged cache",
         )
     )
+
+
+# --- places of new tokens ---------------------------------------------------------------------------------------------
+
+
+def _cache_slots(
+    query_start_loc: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    block_size: int,
+) -> None:
+    """Write the row of a paged cache for each new token: ``block * block_size + position in the block``.
+
+    Args:
+        query_start_loc: ``[sequences + 1]`` int32 or int64, rising: where the new tokens of each sequence begin.
+        positions: ``[tokens or more]`` int32 or int64: the position of each token in its sequence.
+        block_table: ``[sequences or more, blocks]`` int32 or int64: the blocks of each sequence.
+        slot_mapping: ``[tokens or more]`` int64; overwritten, -1 where no sequence has a token.
+        block_size: Rows of a block.
+
+    Raises:
+        RuntimeError: An argument does not fit, or a position has no block; nothing is written then.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
+    """
+    op = "cache_slots"
+    offsets = query_start_loc.tolist()
+    most = min(positions.numel(), slot_mapping.numel())
+    before = 0
+    for offset in offsets:
+        wanted = f"hold rising offsets in [0, {most}]"
+        check(before <= offset <= most, op, "query_start_loc", wanted, offset)
+        before = offset
+    rows = block_table.shape[1] * block_size
+    slots = torch.full_like(slot_mapping, -1)
+    for sequence, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        places = positions[begin:end].long()
+        for place in places[(places < 0) | (places >= rows)][:1].tolist():
+            wanted = f"be in [0, {rows}) = columns of block_table * block_size"
+            check(False, op, "positions", wanted, place)
+        blocks = block_table[sequence].long()[places // block_size]
+        slots[begin:end] = blocks * block_size + places % block_size
+    slot_mapping.copy_(slots)
+
+
+def _cache_slots_check(a: Arguments) -> None:
+    op = a.op
+    for name, value, dim in (
+        ("query_start_loc", a.query_start_loc, 1),
+        ("positions", a.positions, 1),
+        ("block_table", a.block_table, 2),
+    ):
+        check_device(op, name, value, a.query_start_loc, "query_start_loc")
+        check_dtype_in(op, name, value, *_INDEX)
+        check(value.dim() == dim, op, name, f"be {dim}-D", f"{value.dim()}-D")
+    slots, name = a.slot_mapping, "slot_mapping"
+    check_device(op, name, slots, a.query_start_loc, "query_start_loc")
+    check_dtype_in(op, name, slots, torch.int64)
+    check(slots.dim() == 1, op, name, "be 1-D", f"{slots.dim()}-D")
+    check_not_expanded(op, name, slots)
+    check(a.block_size > 0, op, "block_size", "be positive", a.block_size)
+    count, most = a.query_start_loc.numel(), a.block_table.shape[0] + 1
+    wanted = f"have between 1 and {most} offsets"
+    check(1 <= count <= most, op, "query_start_loc", wanted, count)
+
+
+def _cache_slots_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    offsets = torch.tensor([0, 3, 3, 4, 9], dtype=dtype)
+    positions = torch.tensor([14, 15, 16, 0, 30, 31, 32, 33, 34, 7, 7])
+    table = torch.randperm(24, generator=torch.Generator().manual_seed(1)).view(6, 4)
+    slots = torch.full((12,), 5)
+    yield Sample((offsets, positions, table.int(), slots, 16), id="padded")
+    yield Sample((offsets, positions, table.int(), slots[:9], 9), id="exact")
+    wide = torch.stack([table, table + 24], -1).flatten(1)
+    yield Sample(
+        (offsets, positions, wide[:, ::2], torch.zeros(24, dtype=torch.int64)[::2], 16),
+        id="strided",
+    )
+    yield Sample((offsets[:1], positions, table, slots, 16), id="no_sequence")
+
+
+def _nothing(a: Arguments) -> None:
+    return None
+
+
+register(
+    OpSpec(
+        name="cache_slots",
+        schema=(
+            "(Tensor query_start_loc, Tensor positions, Tensor block_table, Tensor(a!) slot_mapping,"
+            " int block_size) -> ()"
+        ),
+        reference=_cache_slots,
+        check=_cache_slots_check,
+        fake=_nothing,
+        samples=_cache_slots_samples,
+        dtypes=_INDEX,
+        backward=None,
+        tolerance={},
+        lift=False,
+        summary="Rows of a paged cache for new tokens",
+    )
+)

@@ -404,23 +404,30 @@ def _batched(
         x.copy_(rotated.flatten(-2) if flat else rotated)
 
 
-def _batched_check(a: Arguments) -> None:
+def _check_positions(a: Arguments) -> None:
     dtype = dtype_name(a.positions.dtype)
-    check(a.positions.dtype in _INDEX, _OP, "positions", "have dtype int32, int64", dtype)
+    check(a.positions.dtype in _INDEX, a.op, "positions", "have dtype int32, int64", dtype)
     check(
         a.positions.dim() in (1, 2),
-        _OP,
+        a.op,
         "positions",
         "be 1-D [tokens] or 2-D [batch, positions]",
         f"{a.positions.dim()}-D",
     )
-    check(a.head_size > 0, _OP, "head_size", "be positive", a.head_size)
+    check(a.head_size > 0, a.op, "head_size", "be positive", a.head_size)
     for name, x in (("query", a.query), ("key", a.key)):
-        check_device(_OP, name, x, a.positions, "positions")
-        check_tensor(_OP, name, x)
-        _check_shape(name, x, a.positions, a.head_size)
-        check_not_expanded(_OP, name, x)
-    check_dtype(_OP, "key", a.key, a.query, "query")
+        if x is None:
+            continue
+        check_device(a.op, name, x, a.positions, "positions")
+        check_tensor(a.op, name, x)
+        _check_shape(a.op, name, x, a.positions, a.head_size)
+        check_not_expanded(a.op, name, x)
+    if a.key is not None:
+        check_dtype(a.op, "key", a.key, a.query, "query")
+
+
+def _batched_check(a: Arguments) -> None:
+    _check_positions(a)
     check_rotary_dim(_OP, "rot_dim", a.rot_dim, a.head_size)
     cache = a.cos_sin_cache
     check_kind(_OP, "cos_sin_cache", cache, a.query, "query", or_float32=True)
@@ -446,7 +453,7 @@ def _batched_check(a: Arguments) -> None:
     )
 
 
-def _check_shape(name: str, x: Tensor, positions: Tensor, head_size: int) -> None:
+def _check_shape(op: str, name: str, x: Tensor, positions: Tensor, head_size: int) -> None:
     lead = positions.dim()
     tail = list(x.shape[lead:])
     check(
@@ -455,7 +462,7 @@ def _check_shape(name: str, x: Tensor, positions: Tensor, head_size: int) -> Non
             (len(tail) == 1 and tail[0] % head_size == 0)
             or (len(tail) == 2 and tail[1] == head_size)
         ),
-        _OP,
+        op,
         name,
         f"have shape {list(positions.shape)} + [heads * head_size] or + [heads, head_size]"
         f" with head_size = {head_size}",
@@ -540,5 +547,107 @@ register(
         backward=None,
         bench=_batched_bench,
         summary="Rotary position embedding in place, with cosines and sines in one table",
+    )
+)
+
+
+# --- one table, a part of each head -----------------------------------------------------------------------------------
+
+
+def _table(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotate query and key in place by a table whose columns say how much of a head is rotated.
+
+    Args:
+        positions: int32 or int64, ``[tokens]`` or ``[batch, positions]``: rows of the table.
+        query: ``positions.shape + [heads * head_size]`` or ``+ [heads, head_size]``, float32, bfloat16 or float16;
+            overwritten.
+        key: Like ``query``, with its own number of heads; overwritten. None: only the query is rotated.
+        head_size: Elements of a head.
+        cos_sin_cache: ``[rows, rotary_dim]`` in the dtype of ``query`` or float32: cosines, then sines, one of each
+            per pair.
+        is_neox: True: element ``i`` pairs with ``i + rotary_dim / 2``. False: element ``2 i`` pairs with ``2 i + 1``.
+        rope_dim_offset: The first element of a head that is rotated.
+        inverse: Whether to rotate by the negative angles.
+
+    Raises:
+        RuntimeError: An argument does not fit, or a position has no row; nothing is written then.
+    """
+    op = "rotary_embedding_table"
+    count, size = cos_sin_cache.shape
+    for row in positions.flatten().tolist():
+        wanted = f"hold rows of cos_sin_cache in [0, {count})"
+        check(0 <= row < count, op, "positions", wanted, row)
+    rows = cos_sin_cache[positions.long().flatten()].view(*positions.shape, size)
+    cos, sin = rows.chunk(2, -1)
+    sin = -sin if inverse else sin
+    for x in (query, key):
+        if x is None:
+            continue
+        flat = x.dim() == positions.dim() + 1
+        heads = x.unflatten(-1, (x.shape[-1] // head_size, head_size)) if flat else x
+        heads = heads.clone()
+        part = heads[..., rope_dim_offset:]
+        part.copy_(rotate(part, cos, sin, size, is_neox))
+        x.copy_(heads.flatten(-2) if flat else heads)
+
+
+def _table_check(a: Arguments) -> None:
+    _check_positions(a)
+    cache = a.cos_sin_cache
+    check_device(a.op, "cos_sin_cache", cache, a.query, "query")
+    check_dtype(a.op, "cos_sin_cache", cache, a.query, "query", or_float32=True)
+    offset, size = a.rope_dim_offset, a.head_size
+    check(0 <= offset < size, a.op, "rope_dim_offset", f"be in [0, {size})", offset)
+    most = min(size - offset, MAX_ROTARY_DIM)
+    columns = cache.shape[1] if cache.dim() == 2 else 0
+    wanted = f"be 2-D with an even number of columns between 2 and {most}"
+    fits = 2 <= columns <= most and columns % 2 == 0
+    check(fits, a.op, "cos_sin_cache", wanted, list(cache.shape))
+
+
+def _table_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    positions = torch.tensor([3, 0, 11, 11, 7])
+    for neox in (True, False):
+        for size, rot, offset in ((64, 64, 0), (80, 32, 0), (80, 32, 48), (24, 10, 6), (6, 6, 0)):
+            q = randn(5, 4 * size, dtype=dtype, seed=1)
+            k = randn(5, 2 * size, dtype=dtype, seed=2)
+            name = f"{'half' if neox else 'pairs'}-{size}-{rot}-{offset}"
+            cache = _cache(12, rot, dtype)
+            yield Sample((positions, q, k, size, cache, neox, offset), id=name)
+            yield Sample((positions, q, k, size, cache, neox, offset, True), id=f"{name}-inverse")
+        fused = randn(2, 5, 6, 32, dtype=dtype, seed=3)
+        batch = torch.stack([positions, positions.flip(0)]).int()
+        cache = _cache(12, 32, torch.float32)
+        args = (batch, fused[:, :, :4], fused[:, :, 4:5], 32, cache, neox)
+        yield Sample(args, id=f"4d-{neox}")
+        yield Sample((batch, fused[:, :, :4], None, 32, cache, neox), id=f"no_key-{neox}")
+        scattered = strided(randn(5, 4, 16, dtype=dtype, seed=4))
+        args = (positions, scattered, None, 16, _cache(12, 8, dtype), neox, 4)
+        yield Sample(args, id=f"scattered_without_key-{neox}")
+    yield Sample((positions[:0], q[:0], k[:0], 6, _cache(2, 6, dtype), True), id="no_tokens")
+
+
+register(
+    OpSpec(
+        name="rotary_embedding_table",
+        schema=(
+            "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache,"
+            " bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()"
+        ),
+        reference=_table,
+        check=_table_check,
+        fake=_fake,
+        samples=_table_samples,
+        backward=None,
+        summary="Rotary position embedding of a part of each head in place, by one table",
     )
 )

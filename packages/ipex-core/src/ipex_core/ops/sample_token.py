@@ -195,6 +195,94 @@ register(
 )
 
 
+# --- with seeds in the place of random numbers ------------------------------------------------------------------------
+
+
+#: Odd constants of SplitMix64 as int64.
+_GAMMA, _FIRST, _SECOND = (
+    x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def uniform(seeds: Tensor) -> Tensor:
+    """Return a number in [0, 1) for each seed, float32; equal seeds give equal numbers.
+
+    Args:
+        seeds: int64 of any shape.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014 (SplitMix64).
+    """
+
+    def shift(x: Tensor, bits: int) -> Tensor:
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    x = seeds + _GAMMA
+    x = (x ^ shift(x, 30)) * _FIRST
+    x = (x ^ shift(x, 27)) * _SECOND
+    x = x ^ shift(x, 31)
+    # 24 bits are exact in float32, so that the result stays below 1.
+    return shift(x, 40).float() * 2.0**-24
+
+
+def _seeded(logits: Tensor, seeds: Tensor) -> Tensor:
+    """Draw a token from ``softmax(logits)`` with a random number that is made from a seed; see `sample_token`.
+
+    Args:
+        logits: ``[..., V]``, float32, bfloat16 or float16; -infinity excludes a token.
+        seeds: ``[...]`` int64, one per row. Equal seeds and logits give equal tokens.
+
+    Returns:
+        int64 ``[...]``: the index of the token of each row.
+
+    Raises:
+        RuntimeError: An argument does not fit, or a row has no finite maximum or a NaN.
+    """
+    return _sample_token(logits, uniform(seeds))
+
+
+def _seeded_check(a: Arguments) -> None:
+    check_tensor(a.op, "logits", a.logits)
+    check_device(a.op, "seeds", a.seeds, a.logits, "logits")
+    dtype = dtype_name(a.seeds.dtype)
+    check(a.seeds.dtype == torch.int64, a.op, "seeds", "have dtype int64", dtype)
+    wanted = "have the shape of logits without its last dimension"
+    check(a.seeds.shape == a.logits.shape[:-1], a.op, "seeds", wanted, list(a.seeds.shape))
+    # The text of the op that draws.
+    columns = a.logits.shape[-1]
+    wanted = "have between 1 and 2^31 - 1 columns"
+    check(0 < columns < 2**31, _OP, "logits", wanted, list(a.logits.shape))
+
+
+def _seeded_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    numbers = torch.tensor([0, 1, 2**31 - 1, -1, -(2**63)])
+    for rows, columns in ((1, 1), (5, 100), (2, 513), (3, 5000)):
+        logits = randn(rows, columns, dtype=dtype, seed=91, scale=3.0)
+        yield Sample((logits, numbers[:rows] + columns), id=f"{rows}x{columns}")
+    batch = randn(2, 3, 2000, dtype=dtype, seed=92)[..., ::2]
+    batch[0, 1, 20:] = -torch.inf
+    seeds = torch.arange(12).view(2, 6)[:, ::2]
+    yield Sample((batch, seeds), id="3d-masked")
+    yield Sample((batch[:0], seeds[:0]), id="no_rows")
+
+
+register(
+    OpSpec(
+        name="sample_token_seeded",
+        schema="(Tensor logits, Tensor seeds) -> Tensor",
+        reference=_seeded,
+        check=_seeded_check,
+        fake=_fake,
+        samples=_seeded_samples,
+        stock=lambda logits, seeds: torch.multinomial(logits.softmax(-1), 1).squeeze(-1),
+        backward=None,
+        summary="Draw a token from logits, with a random number for each seed",
+    )
+)
+
+
+# --- the largest ------------------------------------------------------------------------------------------------------
+
+
 def _argmax(x: Tensor) -> Tensor:
     """Return the index of the largest element of each row: the token of greedy decoding.
 

@@ -43,6 +43,10 @@ IPEX_C_FUNCTION const char* ipex_cpu_ops(void);
 // A line "name" for each CPU feature that can be used, "-name: reason" for each other.
 IPEX_C_FUNCTION const char* ipex_cpu_features(void);
 
+// Registers an op of another library with torch, for instance "rotary_embedding" of "_C", which
+// nothing else may have defined. Its name, or "" if there is no such op.
+IPEX_C_FUNCTION const char* ipex_cpu_define(const char* library, const char* name);
+
 // Whether packed weights may lie in huge pages (they may, until told otherwise), and the bytes they
 // take.
 IPEX_C_FUNCTION void ipex_cpu_enable_huge_pages(int enabled);

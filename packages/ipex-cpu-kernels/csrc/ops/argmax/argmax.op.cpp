@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "ipex/glue/deferred.h"
 #include "ipex/glue/op_loops.h"
 
 namespace ipex {
@@ -49,6 +50,9 @@ Tensor argmax(const Tensor& x) {
   });
   return y;
 }
+
+// vLLM's logits have one dimension or two, and its result one.
+const Deferred argmax_in_vllm("_C", "greedy_argmax(Tensor logits) -> Tensor", TORCH_BOX(&argmax));
 
 }  // namespace
 }  // namespace ipex

@@ -75,6 +75,11 @@ IPEX_INLINE void prepare(const RotaryWork& work, int64_t row, Factors& f) {
       storeu(f.s2 + i, s);
     }
   }
+  if (!work.inverse) return;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    storeu(f.s1 + i, zero() - loadu(f.s1 + i));
+    storeu(f.s2 + i, zero() - loadu(f.s2 + i));
+  }
 }
 
 IPEX_INLINE f32v first(const Factors& f, int64_t i, f32v x1, f32v x2) {

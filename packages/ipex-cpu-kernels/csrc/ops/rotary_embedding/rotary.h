@@ -46,6 +46,7 @@ struct RotaryWork {
   int64_t head_dim = 0;
   int64_t rotary_dim = 0;
   bool half_split = true;  // else pairs of neighbors are rotated
+  bool inverse = false;    // by the negative angle
 
   // For a call that fills a cache: the key goes there instead of to[1], and so does the value.
   RotaryCache key_cache;

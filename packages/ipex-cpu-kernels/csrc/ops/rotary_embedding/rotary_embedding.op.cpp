@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "ipex/glue/deferred.h"
 #include "rotary_glue.h"
 
 namespace ipex {
@@ -7,6 +8,7 @@ namespace {
 const auto kernels = IPEX_KERNELS("rotary_embedding", rotary);
 const auto functional_kernels = IPEX_KERNELS("rotary_embedding_functional", rotary);
 const auto batched_kernels = IPEX_KERNELS("rotary_embedding_batched", rotary);
+const auto table_kernels = IPEX_KERNELS("rotary_embedding_table", rotary);
 
 // Checks the arguments of the two ops that take sin and cos, and describes them.
 struct Arguments {
@@ -68,50 +70,99 @@ std::tuple<Tensor, Tensor> rotary_embedding_functional(const Tensor& query, cons
 }
 
 // query or key [positions.shape, heads * head_size] or [positions.shape, heads, head_size].
-void check_batched(const char* name, const Tensor& x, const Tensor& positions, int64_t head_size) {
-  constexpr const char* kOp = "rotary_embedding_batched";
-  IPEX_CHECK(x.is_cpu(), kOp, ": ", name, " must be on the device of positions = cpu");
-  check_tensor(kOp, name, x);
+void check_batched(const char* op, const char* name, const Tensor& x, const Tensor& positions,
+                   int64_t head_size) {
+  IPEX_CHECK(x.is_cpu(), op, ": ", name, " must be on the device of positions = cpu");
+  check_tensor(op, name, x);
   const int64_t lead = positions.dim();
   bool fits = x.dim() == lead + 1 || x.dim() == lead + 2;
   for (int64_t i = 0; fits && i < lead; ++i) fits = x.size(i) == positions.size(i);
   if (fits && x.dim() == lead + 1) fits = x.size(lead) % head_size == 0;
   if (fits && x.dim() == lead + 2) fits = x.size(lead + 1) == head_size;
-  IPEX_CHECK(fits, kOp, ": ", name, " must have shape ", shape_text(positions),
+  IPEX_CHECK(fits, op, ": ", name, " must have shape ", shape_text(positions),
              " + [heads * head_size] or + [heads, head_size] with head_size = ", head_size,
              ", got ", shape_text(x));
-  check_not_expanded(kOp, name, x);
+  check_not_expanded(op, name, x);
 }
 
-RotaryHeads describe_batched(const Tensor& x, int64_t lead, int64_t head_size) {
+// The heads without their first `skipped` elements.
+RotaryHeads describe_batched(const Tensor& x, int64_t lead, int64_t head_size, int64_t skipped) {
   const bool flat = x.dim() == lead + 1;
-  return {x.const_data_ptr(),
+  const int64_t item = x.scalar_type() == ScalarType::Float ? 4 : 2;
+  return {static_cast<const char*>(x.const_data_ptr()) + skipped * item,
           flat ? x.size(lead) / head_size : x.size(lead),
           {lead == 2 ? x.stride(0) : 0, x.stride(lead - 1), flat ? head_size : x.stride(lead)}};
+}
+
+void check_positions(const char* op, const Tensor& positions, const Tensor& query,
+                     const OptionalTensor& key, int64_t head_size) {
+  const int64_t lead = positions.dim();
+  IPEX_CHECK(is_index_dtype(positions.scalar_type()), op,
+             ": positions must have dtype int32, int64, got ", dtype_name(positions.scalar_type()));
+  IPEX_CHECK(lead == 1 || lead == 2, op,
+             ": positions must be 1-D [tokens] or 2-D [batch, positions], got ", lead, "-D");
+  IPEX_CHECK(head_size > 0, op, ": head_size must be positive, got ", head_size);
+  check_batched(op, "query", query, positions, head_size);
+  if (!key) return;
+  check_batched(op, "key", *key, positions, head_size);
+  IPEX_CHECK(key->scalar_type() == query.scalar_type(), op,
+             ": key must have the dtype of query = ", dtype_name(query.scalar_type()), ", got ",
+             dtype_name(key->scalar_type()));
+}
+
+void check_table(const char* op, const Tensor& cache, const Tensor& query) {
+  IPEX_CHECK(cache.is_cpu(), op, ": cos_sin_cache must be on the device of query = cpu");
+  IPEX_CHECK(cache.scalar_type() == query.scalar_type() || cache.scalar_type() == ScalarType::Float,
+             op, ": cos_sin_cache must have the dtype of query = ", dtype_name(query.scalar_type()),
+             " or float32, got ", dtype_name(cache.scalar_type()));
+}
+
+struct TableCall {
+  bool is_neox;
+  int64_t head_size;
+  int64_t rotary_dim;
+  int64_t skipped = 0;
+  bool inverse = false;
+};
+
+// Rotates query and, if there is one, key by the rows of the table [.., cosines, then sines].
+template <class Kernels>
+void rotate_by_table(const Kernels& handles, const Tensor& positions, const Tensor& query,
+                     const OptionalTensor& key, const Tensor& cache,
+                     const std::vector<int64_t>& rows, const TableCall& call) {
+  if (rows.empty()) return;
+  const int64_t lead = positions.dim();
+  const Rows table = as_rows(cache);
+  InPlace q = rotated_in_place(query), k = rotated_in_place(key ? *key : query);
+  RotaryWork work;
+  work.from[0] = work.to[0] = describe_batched(q.tensor(), lead, call.head_size, call.skipped);
+  if (key)
+    work.from[1] = work.to[1] = describe_batched(k.tensor(), lead, call.head_size, call.skipped);
+  const bool is_f32 = cache.scalar_type() == ScalarType::Float;
+  const int64_t item = is_f32 ? 4 : 2;
+  work.tables = {table.data,   static_cast<const char*>(table.data) + call.rotary_dim / 2 * item,
+                 table.stride, table.stride,
+                 is_f32,       false};
+  work.rows = rows.data();
+  work.row_period = static_cast<int64_t>(rows.size());
+  work.positions = positions.size(lead - 1);
+  work.head_dim = call.head_size - call.skipped;
+  work.rotary_dim = call.rotary_dim;
+  work.half_split = call.is_neox;
+  work.inverse = call.inverse;
+  run_rotary(handles, query.scalar_type(), work, work.row_period);
+  q.finish();
+  if (key) k.finish();
 }
 
 void rotary_embedding_batched(const Tensor& positions, const Tensor& query, const Tensor& key,
                               int64_t head_size, const Tensor& cos_sin_cache, bool is_neox,
                               int64_t rot_dim, const OptionalTensor& cos_sin_cache_offsets) {
   constexpr const char* kOp = "rotary_embedding_batched";
-  const int64_t lead = positions.dim();
-  IPEX_CHECK(is_index_dtype(positions.scalar_type()), kOp,
-             ": positions must have dtype int32, int64, got ", dtype_name(positions.scalar_type()));
-  IPEX_CHECK(lead == 1 || lead == 2, kOp,
-             ": positions must be 1-D [tokens] or 2-D [batch, positions], got ", lead, "-D");
-  IPEX_CHECK(head_size > 0, kOp, ": head_size must be positive, got ", head_size);
-  check_batched("query", query, positions, head_size);
-  check_batched("key", key, positions, head_size);
-  IPEX_CHECK(key.scalar_type() == query.scalar_type(), kOp,
-             ": key must have the dtype of query = ", dtype_name(query.scalar_type()), ", got ",
-             dtype_name(key.scalar_type()));
+  check_positions(kOp, positions, query, key, head_size);
   check_rotary_dim(kOp, "rot_dim", rot_dim, head_size);
   const Tensor& cache = cos_sin_cache;
-  IPEX_CHECK(cache.is_cpu(), kOp, ": cos_sin_cache must be on the device of query = cpu");
-  IPEX_CHECK(cache.scalar_type() == query.scalar_type() || cache.scalar_type() == ScalarType::Float,
-             kOp,
-             ": cos_sin_cache must have the dtype of query = ", dtype_name(query.scalar_type()),
-             " or float32, got ", dtype_name(cache.scalar_type()));
+  check_table(kOp, cache, query);
   IPEX_CHECK(cache.dim() == 2 && cache.size(1) == rot_dim, kOp,
              ": cos_sin_cache must be 2-D with rot_dim = ", rot_dim, " columns, got ",
              shape_text(cache));
@@ -141,28 +192,41 @@ void rotary_embedding_batched(const Tensor& positions, const Tensor& query, cons
                cache.size(0), "), got ", ids[i]);
     rows[static_cast<size_t>(i)] = row;
   }
-  if (tokens == 0) return;
-
-  const Rows table = as_rows(cache);
-  InPlace q = rotated_in_place(query), k = rotated_in_place(key);
-  RotaryWork work;
-  work.from[0] = work.to[0] = describe_batched(q.tensor(), lead, head_size);
-  work.from[1] = work.to[1] = describe_batched(k.tensor(), lead, head_size);
-  const bool is_f32 = cache.scalar_type() == ScalarType::Float;
-  const int64_t item = is_f32 ? 4 : 2;
-  work.tables = {table.data,   static_cast<const char*>(table.data) + rot_dim / 2 * item,
-                 table.stride, table.stride,
-                 is_f32,       false};
-  work.rows = rows.data();
-  work.row_period = tokens;
-  work.positions = positions.size(lead - 1);
-  work.head_dim = head_size;
-  work.rotary_dim = rot_dim;
-  work.half_split = is_neox;
-  run_rotary(batched_kernels, query.scalar_type(), work, tokens);
-  q.finish();
-  k.finish();
+  rotate_by_table(batched_kernels, positions, query, key, cache, rows,
+                  {is_neox, head_size, rot_dim});
 }
+
+void rotary_embedding_table(const Tensor& positions, const Tensor& query, const OptionalTensor& key,
+                            int64_t head_size, const Tensor& cos_sin_cache, bool is_neox,
+                            int64_t rope_dim_offset, bool inverse) {
+  constexpr const char* kOp = "rotary_embedding_table";
+  check_positions(kOp, positions, query, key, head_size);
+  const Tensor& cache = cos_sin_cache;
+  check_table(kOp, cache, query);
+  IPEX_CHECK(rope_dim_offset >= 0 && rope_dim_offset < head_size, kOp,
+             ": rope_dim_offset must be in [0, ", head_size, "), got ", rope_dim_offset);
+  const int64_t most = std::min(head_size - rope_dim_offset, kMaxRotaryDim);
+  const int64_t columns = cache.dim() == 2 ? cache.size(1) : 0;
+  IPEX_CHECK(columns >= 2 && columns <= most && columns % 2 == 0, kOp,
+             ": cos_sin_cache must be 2-D with an even number of columns between 2 and ", most,
+             ", got ", shape_text(cache));
+  const Indices ids(positions);
+  std::vector<int64_t> rows(static_cast<size_t>(positions.numel()));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = ids[static_cast<int64_t>(i)];
+    IPEX_CHECK(rows[i] >= 0 && rows[i] < cache.size(0), kOp,
+               ": positions must hold rows of cos_sin_cache in [0, ", cache.size(0), "), got ",
+               rows[i]);
+  }
+  rotate_by_table(table_kernels, positions, query, key, cache, rows,
+                  {is_neox, head_size, columns, rope_dim_offset, inverse});
+}
+
+const Deferred table_in_vllm(
+    "_C",
+    "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor "
+    "cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
+    TORCH_BOX(&rotary_embedding_table));
 
 }  // namespace
 }  // namespace ipex
@@ -171,4 +235,5 @@ STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
   IPEX_IMPL(m, "rotary_embedding", ipex::rotary_embedding);
   IPEX_IMPL(m, "rotary_embedding_functional", ipex::rotary_embedding_functional);
   IPEX_IMPL(m, "rotary_embedding_batched", ipex::rotary_embedding_batched);
+  IPEX_IMPL(m, "rotary_embedding_table", ipex::rotary_embedding_table);
 }

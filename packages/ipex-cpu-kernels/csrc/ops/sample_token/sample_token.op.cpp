@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "ipex/glue/deferred.h"
 #include "ipex/glue/op_loops.h"
 #include "runtime/scratch.h"
 #include "sample.h"
@@ -308,7 +309,43 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
   return tokens;
 }
 
+// A number in [0, 1) of each seed. 24 bits are exact in float, so that it stays below 1.
+float uniform(int64_t seed) {
+  uint64_t x = static_cast<uint64_t>(seed) + 0x9E3779B97F4A7C15;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  x ^= x >> 31;
+  return static_cast<float>(x >> 40) * 0x1p-24f;
+}
+
+Tensor sample_token_seeded(const Tensor& logits, const Tensor& seeds) {
+  constexpr const char* kSeeded = "sample_token_seeded";
+  check_tensor(kSeeded, "logits", logits);
+  const int64_t lead = logits.dim() - 1;
+  IPEX_CHECK(seeds.is_cpu(), kSeeded, ": seeds must be on the device of logits = cpu");
+  IPEX_CHECK(seeds.scalar_type() == ScalarType::Long, kSeeded,
+             ": seeds must have dtype int64, got ", dtype_name(seeds.scalar_type()));
+  bool same = seeds.dim() == lead;
+  for (int64_t i = 0; same && i < lead; ++i) same = seeds.size(i) == logits.size(i);
+  IPEX_CHECK(same, kSeeded,
+             ": seeds must have the shape of logits without its last dimension, got ",
+             shape_text(seeds));
+  const Tensor plain = as_contiguous(seeds);
+  const auto* from = static_cast<const int64_t*>(plain.const_data_ptr());
+  const Tensor noise = new_contiguous(logits.sizes().data(), lead, ScalarType::Float);
+  auto* to = static_cast<float*>(noise.mutable_data_ptr());
+  std::transform(from, from + seeds.numel(), to, uniform);
+  return sample_token(logits, noise, 1.0, 0, 1.0, 0.0);
+}
+
+const KernelBase seeded_op("sample_token_seeded");
+const Deferred seeded_in_vllm("_C", "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor",
+                              TORCH_BOX(&sample_token_seeded));
+
 }  // namespace
 }  // namespace ipex
 
-STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) { IPEX_IMPL(m, "sample_token", ipex::sample_token); }
+STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
+  IPEX_IMPL(m, "sample_token", ipex::sample_token);
+  IPEX_IMPL(m, "sample_token_seeded", ipex::sample_token_seeded);
+}

@@ -109,7 +109,7 @@ def platform() -> str | None:
 
 def _hooks() -> dict[str, Callable[[], tuple[str, ...]]]:
     """Return name -> function that puts something in its place in vLLM and returns what it has put there."""
-    from ipex_llm.integrations.vllm import experts, layers, linear
+    from ipex_llm.integrations.vllm import experts, layers, linear, quantized_experts
 
     return {
         "custom ops": layers.register_custom_ops,
@@ -117,6 +117,7 @@ def _hooks() -> dict[str, Callable[[], tuple[str, ...]]]:
         "linear": linear.replace_unquantized,
         "quantized linear": linear.register_quantized,
         "experts": experts.register_experts,
+        "quantized experts": quantized_experts.register_quantized_experts,
     }
 
 

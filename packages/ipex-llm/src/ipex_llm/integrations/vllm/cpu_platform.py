@@ -11,6 +11,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from ipex_core.library.spec import FLOATS
+from ipex_llm.integrations.vllm import ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,9 @@ CACHE_DTYPES: dict[str, torch.dtype | None] = {
 
 class IpexPlatform(CpuPlatform):
     """A CPU whose kernels are ipex's. What is not defined here is vLLM's."""
+
+    #: What ranks are counted by in a Ray cluster: see `ray_executor`.
+    ray_device_key = "ipex_rank"
 
     _overridden = False
 
@@ -95,6 +99,12 @@ class IpexPlatform(CpuPlatform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
             parallel.worker_cls = "ipex_llm.integrations.vllm.worker.IpexWorker"
+        if parallel.distributed_executor_backend == "ray":
+            place = importlib.import_module("ipex_llm.integrations.vllm.ray_executor")
+            parallel.distributed_executor_backend = place.IpexRayExecutor
+        else:
+            replicas = getattr(parallel, "data_parallel_size_local", 1) or 1
+            ranks.bind(parallel.local_world_size * replicas)
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:

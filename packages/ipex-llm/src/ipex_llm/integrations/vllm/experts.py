@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["register_experts"]
+__all__ = ["halves", "interleaved", "register_experts", "swiglu_options"]
 
 Tensor = torch.Tensor
 
@@ -55,7 +55,7 @@ def _supports(cls: type, moe_config: Any) -> tuple[bool, str | None]:
     return True, None
 
 
-def _interleaved(activation: Any) -> bool:
+def interleaved(activation: Any) -> bool:
     """Return whether rows of gates and of the up projection take turns in ``w13``, as in checkpoints of gpt-oss."""
     return getattr(activation, "value", activation) == "swigluoai"
 
@@ -67,9 +67,18 @@ def halves(rows: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
 
 
+def swiglu_options(config: Any) -> dict[str, float]:
+    """Return the arguments of the op for the clamped SwiGLU, from vLLM's description of a layer's numbers."""
+    found = {
+        "swiglu_alpha": getattr(config, "gemm1_alpha", None),
+        "swiglu_limit": getattr(config, "gemm1_clamp_limit", None),
+    }
+    return {name: value for name, value in found.items() if isinstance(value, float)}
+
+
 def _pack(self: Any, layer: Any) -> None:
     """Pack the weights of all experts and free the plain ones; vLLM reads the shapes of what is left in their place."""
-    turns = _interleaved(self.moe_config.activation)
+    turns = interleaved(self.moe_config.activation)
     self.intermediate = layer.w2_weight.shape[2]
     first = halves(layer.w13_weight.data, turns)
     self.packed = (
@@ -109,14 +118,6 @@ def _apply(
         topk_ids = expert_map[topk_ids.long()]
     if apply_router_weight_on_input:
         topk_weights = torch.ones_like(topk_weights)
-    options = {
-        name: value
-        for name, value in (
-            ("swiglu_alpha", getattr(self.quant_config, "gemm1_alpha", None)),
-            ("swiglu_limit", getattr(self.quant_config, "gemm1_clamp_limit", None)),
-        )
-        if isinstance(value, float)
-    }
     result = torch.ops.ipex.fused_experts(
         hidden_states,
         *self.packed,
@@ -125,6 +126,6 @@ def _apply(
         self.intermediate,
         activation.value,
         *self.bias,
-        **options,
+        **swiglu_options(self.quant_config),
     )
     output.copy_(result)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of vLLM's C++ extension for CPUs that its Python calls without asking whether they are there.
 
-They are defined in the library ``_C`` where nothing else has defined them.
+They are defined in the library ``_C`` where nothing else has defined them: those of each step by the native kernels,
+the others by functions on ops of ipex.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,85 +17,6 @@ from ipex_llm.integrations.vllm import speculative_ops
 __all__ = ["OPS", "define"]
 
 Tensor = torch.Tensor
-
-
-def _init_cpu_memory_env(nodes: list[int]) -> None:
-    """Bind to the nodes of the memory: nothing to do, as memory goes where the pinned threads touch it first."""
-    del nodes
-
-
-def _greedy_argmax(logits: Tensor) -> Tensor:
-    """Return the place of the largest logit of each row."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    result: Tensor = torch.ops.ipex.argmax(rows)
-    return result.view(-1)
-
-
-#: Odd constants of SplitMix64 as int64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
-_GAMMA, _FIRST, _SECOND = (
-    x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-
-
-def uniform(seeds: Tensor) -> Tensor:
-    """Return a number in [0, 1) for each seed, float32; equal seeds give equal numbers."""
-
-    def shift(x: Tensor, bits: int) -> Tensor:
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = seeds + _GAMMA
-    x = (x ^ shift(x, 30)) * _FIRST
-    x = (x ^ shift(x, 27)) * _SECOND
-    x = x ^ shift(x, 31)
-    # 24 bits are exact in float32, so that the result stays below 1.
-    return shift(x, 40).float() * 2.0**-24
-
-
-def _fused_gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:
-    """Draw a token from the softmax of each row: by inverting the sum, which has the distribution of Gumbel noise."""
-    result: Tensor = torch.ops.ipex.sample_token(logits, uniform(seeds))
-    return result
-
-
-def _compute_slot_mapping(
-    query_start_loc: Tensor,
-    positions: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    block_size: int,
-) -> None:
-    """Write the row of the cache of each token; -1 for padding."""
-    offsets = query_start_loc.tolist()
-    # As arrays: the batches are small, and a call of torch takes longer than the work.
-    places, table, slots = positions.numpy(), block_table.numpy(), slot_mapping.numpy()
-    for row, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        place = places[begin:end]
-        slots[begin:end] = table[row][place // block_size] * block_size + place % block_size
-    slots[offsets[-1] :] = -1
-
-
-def _rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    rope_dim_offset: int = 0,
-    inverse: bool = False,
-) -> None:
-    """Rotate query and key in place, from the table ``[positions, rotary_dim]``: cosines, then sines."""
-    cos, sin = cos_sin_cache.chunk(2, dim=-1)
-    places = positions.flatten()
-    tokens = places.shape[0]
-
-    def heads(x: Tensor) -> Tensor:
-        return x.view(tokens, -1, head_size)[..., rope_dim_offset:]
-
-    q = heads(query)
-    k = q[:, :0] if key is None else heads(key)
-    sines = -sin if inverse else sin
-    torch.ops.ipex.rotary_embedding(q, k, sines, cos, cos_sin_cache.shape[-1], is_neox, places)
 
 
 def _mla_decode_kvcache(
@@ -248,25 +169,17 @@ SPECULATIVE = {
     )
 }
 
-#: Name -> op.
+#: Name -> what shape and dtype the result of an op has that is native code of the kernels, under another name.
+NATIVE: dict[str, Callable[..., Any]] = {
+    "init_cpu_memory_env": _nothing,
+    "greedy_argmax": _one_of_each_row,
+    "fused_gumbel_argmax": _one_of_each_row,
+    "compute_slot_mapping_kernel_impl": _nothing,
+    "rotary_embedding": _nothing,
+}
+
+#: Name -> op that is made of ops of ipex.
 OPS = {
-    "init_cpu_memory_env": ExtensionOp("(int[] nodes) -> ()", _init_cpu_memory_env, _nothing),
-    "greedy_argmax": ExtensionOp("(Tensor logits) -> Tensor", _greedy_argmax, _one_of_each_row),
-    "fused_gumbel_argmax": ExtensionOp(
-        "(Tensor logits, Tensor seeds) -> Tensor", _fused_gumbel_argmax, _one_of_each_row
-    ),
-    "compute_slot_mapping_kernel_impl": ExtensionOp(
-        "(Tensor query_start_loc, Tensor positions, Tensor block_table, Tensor(a!) slot_mapping,"
-        " int block_size) -> ()",
-        _compute_slot_mapping,
-        _nothing,
-    ),
-    "rotary_embedding": ExtensionOp(
-        "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache,"
-        " bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
-        _rotary_embedding,
-        _nothing,
-    ),
     **{
         name: ExtensionOp("(Tensor(a!) out, Tensor input) -> ()", function, _nothing)
         for name, function in (
@@ -303,19 +216,32 @@ _libraries: list[torch.library.Library] = []
 
 
 def define() -> tuple[str, ...]:
-    """Define the ops of `OPS` that are not there, and return their names; calling it again does nothing."""
-    import ipex_core  # noqa: F401  (registers the ops that these call)
+    """Define the ops of `NATIVE` and `OPS` that are not there, and return their names; again it does nothing.
 
-    lacking = [name for name in OPS if not hasattr(torch.ops._C, name)]
+    Raises:
+        RuntimeError: The kernels of the CPU are not installed, or are of another release.
+    """
+    import ipex_core  # noqa: F401  (registers the ops that these call)
+    from ipex_core.kernels.providers import provider_for
+
+    lacking = [name for name in (*NATIVE, *OPS) if not hasattr(torch.ops._C, name)]
     if not lacking:
         return ()
     library = torch.library.Library("_C", "FRAGMENT")
     _libraries.append(library)
+    kernels = provider_for("cpu")
     for name in lacking:
+        if name in NATIVE:
+            if kernels is None or not kernels.define("_C", name):
+                raise RuntimeError(
+                    f"vLLM plug-in: ipex-cpu-kernels must have {name}, got"
+                    f" {'no such package' if kernels is None else kernels.version}:"
+                    " pip install --upgrade ipex-cpu-kernels"
+                )
+            torch.library.register_fake(f"_C::{name}", NATIVE[name], lib=library)
+            continue
         op = OPS[name]
         library.define(name + op.signature)
-        # An op without tensors among its arguments has no device to go by.
-        key = "CPU" if "Tensor" in op.signature else "CompositeExplicitAutograd"
-        library.impl(name, op.function, key)
+        library.impl(name, op.function, "CPU")
         torch.library.register_fake(f"_C::{name}", op.fake, lib=library)
     return tuple(lacking)

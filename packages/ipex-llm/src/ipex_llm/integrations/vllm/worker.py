@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -36,6 +37,12 @@ def cache_bytes(free: int, ranks: int, batch: int) -> int:
     return min(most, max(_TIMES * batch, _LEAST)) if batch else most
 
 
+def _first_stage() -> bool:
+    """Return whether this rank has the first layers."""
+    state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    return bool(state.get_pp_group().is_first_rank)
+
+
 class IpexWorker(CPUWorker):
     """A worker that plans with the memory that is free, not with a share of the whole machine."""
 
@@ -49,6 +56,21 @@ class IpexWorker(CPUWorker):
             # vLLM 0.32 stops at the start where its own default is not free.
             cache.gpu_memory_utilization = 0.01
         super().__init__(vllm_config, *args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model, and make the tensors that a later stage of a pipeline receives.
+
+        vLLM makes them in a first run, which its CPU backend leaves out where nothing is compiled: the first request
+        would fail.
+        """
+        result = super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        later = self.parallel_config.pipeline_parallel_size > 1 and not _first_stage()
+        if later and getattr(runner, "intermediate_tensors", True) is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
+        return result
 
     def determine_available_memory(self) -> int:
         """Return the bytes for the cache of keys and values, once the model is loaded.
