@@ -271,7 +271,7 @@ register(
         schema="(Tensor logits, Tensor seeds) -> Tensor",
         reference=_seeded,
         check=_seeded_check,
-        fake=_fake,
+        fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
         samples=_seeded_samples,
         stock=lambda logits, seeds: torch.multinomial(logits.softmax(-1), 1).squeeze(-1),
         backward=None,
