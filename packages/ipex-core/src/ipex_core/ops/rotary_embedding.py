@@ -627,12 +627,13 @@ def _table_samples(dtype: torch.dtype) -> Iterator[Sample]:
         fused = randn(2, 5, 6, 32, dtype=dtype, seed=3)
         batch = torch.stack([positions, positions.flip(0)]).int()
         cache = _cache(12, 32, torch.float32)
-        args = (batch, fused[:, :, :4], fused[:, :, 4:5], 32, cache, neox)
-        yield Sample(args, id=f"4d-{neox}")
+        yield Sample((batch, fused[:, :, :4], fused[:, :, 4:5], 32, cache, neox), id=f"4d-{neox}")
         yield Sample((batch, fused[:, :, :4], None, 32, cache, neox), id=f"no_key-{neox}")
         scattered = strided(randn(5, 4, 16, dtype=dtype, seed=4))
-        args = (positions, scattered, None, 16, _cache(12, 8, dtype), neox, 4)
-        yield Sample(args, id=f"scattered_without_key-{neox}")
+        yield Sample(
+            (positions, scattered, None, 16, _cache(12, 8, dtype), neox, 4),
+            id=f"scattered_without_key-{neox}",
+        )
     yield Sample((positions[:0], q[:0], k[:0], 6, _cache(2, 6, dtype), True), id="no_tokens")
 
 

@@ -184,7 +184,9 @@ def prepare_int4(
         The packed weights, and empty tensors for their scales and zero points, which they contain.
     """
     awq = getattr(quant_algo, "name", "") == "AWQ"
-    weights, scales, zeros = [], [], []
+    weights: list[torch.Tensor] = []
+    scales: list[torch.Tensor] = []
+    zeros: list[torch.Tensor | None] = []
     for words, scale, stored in (
         (w13_packed, w13_scale, w13_zeros),
         (w2_packed, w2_scale, w2_zeros),
