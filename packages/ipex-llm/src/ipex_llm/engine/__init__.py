@@ -12,9 +12,10 @@ Example::
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -38,8 +39,9 @@ from ipex_llm.engine.params import (
     StepOutput,
     TokenLogprobs,
 )
-from ipex_llm.engine.request import Batch, BlockTables, Request, TextStream, choose
+from ipex_llm.engine.request import Batch, BlockTables, Request, Run, TextStream, verify
 from ipex_llm.engine.scheduler import BlockPool, Scheduler
+from ipex_llm.engine.speculation import Speculation, SpeculativeConfig, draft_runner, proposer
 from ipex_llm.kv_cache import CacheMemoryError
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Matcher",
     "PoolingParams",
     "SamplingParams",
+    "SpeculativeConfig",
     "StepOutput",
     "TokenLogprobs",
 ]
@@ -87,10 +90,12 @@ class Engine:
         cache_dtype: Element type of the cache, the dtype of the model if None.
         prefix_reuse: Whether full blocks are shared and kept for later requests.
         eos_token_ids: Tokens that end an output; from the model's generation config or the tokenizer if None.
+        speculative_config: Guess tokens and check several in one pass, which changes no output; see
+            `SpeculativeConfig`, or a mapping of its fields. None: nothing is guessed.
 
     Raises:
         TypeError: The model is neither of the two.
-        ValueError: A number is not as described.
+        ValueError: A number is not as described, or the smaller model has another vocabulary.
         CacheMemoryError: The cache does not fit the free memory, or holds no block.
     """
 
@@ -108,6 +113,7 @@ class Engine:
         cache_dtype: torch.dtype | None = None,
         prefix_reuse: bool = True,
         eos_token_ids: Iterable[int] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -140,13 +146,23 @@ class Engine:
         )
         longest = -(-self.max_model_len // block_size)
         one = self.runner.cache_bytes(1, block_size, cache_dtype)
+        speculative = None
+        if speculative_config is not None:
+            speculative = SpeculativeConfig.of(speculative_config)
+            draft = draft_runner(speculative, self.vocab_size)
+            one += 0 if draft is None else draft.cache_bytes(1, block_size)
+        self.speculative_config = speculative
         blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs)
         self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
         self._pool = BlockPool(blocks, block_size, prefix_reuse)
         budget = max(max_tokens_per_step, max_num_seqs)
         switch: int | None = getattr(self.runner, "length_switch", None)
-        self._scheduler = Scheduler(self._pool, max_num_seqs, budget, switch)
+        guesses = None if speculative is None else self._guesses
+        self._scheduler = Scheduler(self._pool, max_num_seqs, budget, switch, guesses)
         self._tables = BlockTables(max_num_seqs, min(longest, blocks), block_size)
+        self._proposer = None
+        if speculative is not None:
+            self._proposer = proposer(speculative, draft, blocks, block_size, self._tables, budget)
         self._requests: dict[str, Request] = {}
         self._ended: list[StepOutput] = []
         self._ids = itertools.count()
@@ -155,6 +171,8 @@ class Engine:
         self._counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
+        self._counts |= dict.fromkeys(("drafts", "draft_tokens"), 0)
+        self._accepted = [0] * (0 if speculative is None else speculative.num_speculative_tokens)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -217,6 +235,8 @@ class Engine:
                 )
             ends = frozenset() if params.ignore_eos else self.eos_token_ids
         request = Request(request_id, tokens, params, limit, ends, stream)
+        if self.speculative_config is not None:
+            request.speculation = Speculation(self.speculative_config)
         self._requests[request_id] = request
         self._scheduler.waiting.append(request)
         self._counts["prompt"] += len(tokens)
@@ -264,7 +284,7 @@ class Engine:
         """Compute one batch.
 
         Returns:
-            What is new, one entry for each request that got a token or ended. May be empty although there is work: a
+            What is new, one entry for each request that got tokens or ended. May be empty although there is work: a
             long prompt takes several steps. A request whose logits are not finite ends with the reason ``"error"``;
             the others go on.
 
@@ -275,11 +295,12 @@ class Engine:
         chosen = self._scheduler.plan()
         if not chosen:
             return outputs
+        self._propose(chosen)
         chosen = self._ready(chosen)
         if not chosen:
             return outputs
         begun = time.monotonic()
-        done: list[tuple[Request, int | None]] = []
+        done: list[tuple[Request, Run]] = []
         pooled: list[Request] = []
         with torch.inference_mode():
             found = [
@@ -297,13 +318,20 @@ class Engine:
                     self._gather(batch, rows)
                     pooled += batch.complete
                     continue
-                places = [i for i, r in enumerate(batch.complete) if r.id not in late]
-                if places:
-                    whole = len(places) == len(rows)
-                    complete = [batch.complete[i] for i in places]
-                    logits = rows if whole else rows[places]
-                    done += zip(complete, choose(complete, logits), strict=True)
-                at = len(batch.complete)
+                complete = [r for r in batch.complete if r.id not in late]
+                starts = list(
+                    itertools.accumulate((1 + len(r.drafts) for r in batch.complete), initial=0)
+                )
+                at = starts[-1]
+                if complete:
+                    places = [
+                        row
+                        for r, start, end in zip(batch.complete, starts, starts[1:], strict=False)
+                        if r.id not in late
+                        for row in range(start, end)
+                    ]
+                    logits = rows if len(places) == len(rows) else rows[places]
+                    done += zip(complete, verify(complete, logits), strict=True)
                 for request, first, count in batch.scored:
                     if request.id not in late:
                         request.score(first, rows[at : at + count])
@@ -313,10 +341,31 @@ class Engine:
             if request.id not in late:  # its tokens are computed again
                 self._scheduler.advance(request, count)
         self._counts["steps"] += 1
-        for request, token in done:
-            outputs.append(self._fail(request) if token is None else self._append(request, token))
+        for request, run in done:
+            outputs += self._extend(request, run)
         outputs += map(self._finish_pooled, pooled)
+        if self._proposer is not None:
+            for request, _ in chosen:
+                self._scheduler.trim(request)
         return outputs
+
+    def _guesses(self, request: Request) -> int:
+        """Return how many tokens to guess for a request that runs."""
+        config, state = self.speculative_config, request.speculation
+        assert config is not None and state is not None
+        most = config.disable_by_batch_size
+        if most is not None and len(self._scheduler.running) > most:
+            return 0
+        # The mask that is being computed is for the place behind the last token alone.
+        return 0 if request.mask is not None else state.acceptance.wanted(request.new_tokens)
+
+    def _propose(self, chosen: list[tuple[Request, int]]) -> None:
+        """Guess tokens for those that have room."""
+        wanted = [(request, request.room) for request, _ in chosen if request.room]
+        if self._proposer is None or not wanted:
+            return
+        with torch.inference_mode():
+            self._proposer.propose(wanted)
 
     def _ready(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Begin to find the tokens that grammars allow; leave out requests whose grammar has been late before."""
@@ -325,7 +374,7 @@ class Engine:
         for request, count in chosen:
             if request.matcher is not None and count == request.missing:
                 if request.mask is None:
-                    request.mask = self._masks.submit(request.matcher.fill)
+                    request.mask = self._masks.submit(request.matcher.fill, tuple(request.drafts))
                 elif not request.mask.done():
                     waiting.append(request.mask)
                     continue
@@ -406,13 +455,39 @@ class Engine:
             error = f"Engine.step: the grammar must be simple enough, got {request.matcher.error}"
         return StepOutput(request.id, (), text, True, "error", error=error)
 
-    def _append(self, request: Request, token: int) -> StepOutput:
+    def _extend(self, request: Request, run: Run) -> Iterator[StepOutput]:
+        """Add tokens to a request, of which each but the last was a draft; yield what is new."""
+        if request.drafts:
+            drafted, accepted = len(request.drafts), len(run) - 1
+            self._counts["drafts"] += 1
+            self._counts["draft_tokens"] += drafted
+            for place in range(accepted):
+                self._accepted[place] += 1
+            assert request.speculation is not None
+            request.speculation.acceptance.note(request.new_tokens, drafted, accepted)
+            request.drafts = []
+        found: list[StepOutput] = []
+        for token, logprobs in run:
+            if token is None:
+                if not found:
+                    yield self._fail(request)
+                break  # behind a draft: the next step finds out why
+            if found:  # the token before was a draft, so it is in the cache
+                self._scheduler.advance(request, 1)
+            found.append(self._append(request, token, logprobs))
+            if found[-1].finished:
+                break
+        yield from _merged(found)
+
+    def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> StepOutput:
         """Add a token to a request, which may end it."""
         self._counts["generated"] += 1
         if request.first_token_at is None:
             request.first_token_at = time.monotonic()
             self._counts["cached"] += request.cached_tokens
-        request.tokens.append(token)
+        request.append(token)
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
         reason = None
         matcher = request.matcher
         if matcher is not None:
@@ -432,11 +507,11 @@ class Engine:
                 text = request.stream.add(token, last=reason is not None)
             if request.stream.stopped:
                 reason = "stop"
-        logprobs = tuple(request.logprobs[-1:])
         if reason is not None:
             self._end(request)
         return StepOutput(
-            *(request.id, (token,), text, reason is not None, reason, logprobs),
+            *(request.id, (token,), text, reason is not None, reason),
+            () if logprobs is None else (logprobs,),
             prompt_logprobs=tuple(request.prompt_logprobs) if request.new_tokens == 1 else (),
         )
 
@@ -541,8 +616,28 @@ class Engine:
             prompt_tokens=counts["prompt"],
             cached_tokens=counts["cached"],
             generated_tokens=counts["generated"],
+            drafts=counts["drafts"],
+            draft_tokens=counts["draft_tokens"],
+            accepted_tokens=sum(self._accepted),
+            accepted_at=tuple(self._accepted),
         )
 
     def forget_prefixes(self) -> None:
         """Keep no block for later requests, as after a change of the weights."""
         self._pool.forget()
+
+
+def _merged(outputs: list[StepOutput]) -> list[StepOutput]:
+    """Return the outputs of one request in a step as one."""
+    if len(outputs) < 2:
+        return outputs
+    last = outputs[-1]
+    return [
+        dataclasses.replace(
+            last,
+            tokens=tuple(token for output in outputs for token in output.tokens),
+            text="".join(output.text for output in outputs),
+            logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+            prompt_logprobs=outputs[0].prompt_logprobs,
+        )
+    ]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import sys
 import time
@@ -37,6 +39,7 @@ from ipex_llm.entrypoints.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from ipex_llm.engine import SpeculativeConfig
     from ipex_llm.model_loader import quantize as work
 
 __all__ = ["app", "generate", "make_model", "quantize", "serve"]
@@ -239,6 +242,32 @@ def serve(
             min=0, help="Memory for the cache of keys and values (default: half of what is free)."
         ),
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Guess tokens and check several at once, which changes no output:"
+            ' {"method": "ngram"} or {"model": "FOLDER"}, with num_speculative_tokens, prompt_lookup_min,'
+            " prompt_lookup_max, disable_by_batch_size, min_acceptance.",
+        ),
+    ] = None,
+    prompt_lookup: Annotated[
+        bool,
+        typer.Option(
+            "--prompt-lookup", help="Guess what followed the last tokens earlier in the text."
+        ),
+    ] = False,
+    speculative_model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of a smaller model with the same vocabulary, which guesses tokens.",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens that are guessed at a time (default: 4).")
+    ] = None,
     max_body_kib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 1024,
     max_prompt_chars: Annotated[
         int | None,
@@ -292,11 +321,16 @@ def serve(
                 f"anybody who reaches {host} can use this server: see --api-key-file",
                 style="yellow",
             )
+        speculative = read_speculation(
+            speculative_config, prompt_lookup, speculative_model, num_speculative_tokens
+        )
         tokenizer = load_tokenizer(model, trust_remote_code)
         encoder = encoder_class(model)
         pooling = read_pooling(model, encoder is not None)
         engine: Engine | EncoderEngine
         if encoder is not None:
+            if speculative is not None:
+                raise ValueError("serve: speculation must have a decoder, got an encoder")
             engine = EncoderEngine(
                 load_encoder(model, encoder, dtype, trust_remote_code),
                 tokenizer,
@@ -305,12 +339,18 @@ def serve(
             )
             about = f"an encoder, texts of at most {engine.max_model_len:,} tokens"
         else:
+            if speculative is not None and speculative.model is not None:
+                draft = load_model(
+                    Path(speculative.model), dtype, group_size, trust_remote_code=trust_remote_code
+                )
+                speculative = dataclasses.replace(speculative, model=draft)
             engine = Engine(
                 load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
                 tokenizer,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
+                speculative_config=speculative,
             )
             about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
@@ -344,6 +384,51 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=grace,
         )
+
+
+def read_speculation(
+    text: str | None, lookup: bool, model: Path | None, tokens: int | None
+) -> SpeculativeConfig | None:
+    """Return what the options of `serve` say of speculation, None if they say nothing.
+
+    Args:
+        text: ``--speculative-config``; the others cannot be beside it.
+        lookup: ``--prompt-lookup``.
+        model: ``--speculative-model``.
+        tokens: ``--num-speculative-tokens``.
+
+    Raises:
+        ValueError: They do not fit each other, or a value is wrong.
+    """
+    from ipex_llm.engine import SpeculativeConfig
+
+    if text is not None:
+        if lookup or model is not None or tokens is not None:
+            raise ValueError(
+                "serve: --speculative-config must be alone, got other options of speculation, too"
+            )
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"serve: --speculative-config must be JSON, got {error}") from None
+        if not isinstance(found, dict):
+            got = type(found).__name__
+            raise ValueError(f"serve: --speculative-config must be an object, got {got}")
+        if not isinstance(found.get("model"), (str, type(None))):
+            got = type(found["model"]).__name__
+            raise ValueError(f"SpeculativeConfig: model must be the folder of a model, got {got}")
+        return SpeculativeConfig.of(found)
+    if lookup and model is not None:
+        raise ValueError("serve: --prompt-lookup must be without --speculative-model, got both")
+    if not lookup and model is None:
+        if tokens is not None:
+            raise ValueError(
+                "serve: --num-speculative-tokens must be beside --prompt-lookup or"
+                " --speculative-model, got neither"
+            )
+        return None
+    options = {} if tokens is None else {"num_speculative_tokens": tokens}
+    return SpeculativeConfig(model=None if model is None else str(model), **options)
 
 
 def read_key(file: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
-from ipex_llm.engine import StepOutput, TokenLogprobs
+from ipex_llm.engine import EngineStats, StepOutput, TokenLogprobs
 from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.entrypoints.openai import responses
 from ipex_llm.entrypoints.openai.chat import Parser, family_of, forced_parser
@@ -266,6 +266,8 @@ class _Api:
             ),
             "vllm:generation_tokens_total": ("New tokens.", now.generated_tokens),
         }
+        if getattr(self.engine, "speculative_config", None) is not None:
+            counters |= _speculation(now)
         return worker.metrics.text(
             self.settings.name,
             {name: (text, float(value)) for name, (text, value) in gauges.items()},
@@ -354,6 +356,20 @@ class _Api:
         if body.forced:
             return forced_parser(body.forced_name)
         return Parser(self.family, body.tool_names, "" if wanted is not None else text)
+
+
+def _speculation(now: EngineStats) -> dict[str, tuple[str, float]]:
+    """Return the counters of guessed tokens, with vLLM's names."""
+    name = "vllm:spec_decode_num"
+    found: dict[str, tuple[str, float]] = {
+        f"{name}_drafts_total": ("Times that tokens were guessed.", now.drafts),
+        f"{name}_draft_tokens_total": ("Guessed tokens.", now.draft_tokens),
+        f"{name}_accepted_tokens_total": ("Guessed tokens that were right.", now.accepted_tokens),
+    }
+    for place, count in enumerate(now.accepted_at):
+        about = "Guessed tokens that were right, by their place."
+        found[f'{name}_accepted_tokens_per_pos_total{{position="{place}"}}'] = (about, count)
+    return found
 
 
 class Generation(Job):

@@ -72,7 +72,7 @@ class Metrics:
 
         Args:
             model: Its name.
-            gauges: name -> (help, value).
+            gauges: name -> (help, value); a name may have labels behind it, ``name{label="value"}``.
             counters: Likewise.
         """
         lines: list[str] = []
@@ -80,13 +80,16 @@ class Metrics:
 
         def head(name: str, kind: str, text: str) -> str:
             full = name if ":" in name else f"ipex_llm_{name}"
-            lines.append(f"# HELP {full} {text}")
-            lines.append(f"# TYPE {full} {kind}")
+            if f"# TYPE {full} {kind}" not in lines:
+                lines.append(f"# HELP {full} {text}")
+                lines.append(f"# TYPE {full} {kind}")
             return full
 
         for kind, values in (("gauge", gauges), ("counter", counters)):
-            for name, (text, value) in values.items():
-                labels = f"{{{label}}}" if ":" in name else ""
+            for labeled, (text, value) in values.items():
+                name, _, more = labeled.partition("{")
+                found = [label] * (":" in name) + [more[:-1]] * bool(more)
+                labels = f"{{{','.join(found)}}}" if found else ""
                 lines.append(f"{head(name, kind, text)}{labels} {value:.10g}")
         with self._lock:
             full = head("http_responses_total", "counter", "Responses by path and status.")
