@@ -17,6 +17,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ from ipex_llm.engine.limits import (
     end_tokens,
     prompt_ids,
     runner_of,
+)
+from ipex_llm.engine.lora import (
+    MAX_LORAS,
+    MAX_RANK,
+    LoadedAdapter,
+    Loras,
+    adapters_of_rows,
+    read_adapter,
 )
 from ipex_llm.engine.params import (
     EngineStats,
@@ -92,6 +101,8 @@ class Engine:
         eos_token_ids: Tokens that end an output; from the model's generation config or the tokenizer if None.
         speculative_config: Guess tokens and check several in one pass, which changes no output; see
             `SpeculativeConfig`, or a mapping of its fields. None: nothing is guessed.
+        max_loras: Most adapters that are loaded at the same time; see `load_lora`.
+        max_lora_rank: Largest rank of an adapter.
 
     Raises:
         TypeError: The model is neither of the two.
@@ -114,8 +125,12 @@ class Engine:
         prefix_reuse: bool = True,
         eos_token_ids: Iterable[int] | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        max_loras: int = MAX_LORAS,
+        max_lora_rank: int = MAX_RANK,
     ) -> None:
         for name, value in (
+            ("max_loras", max_loras),
+            ("max_lora_rank", max_lora_rank),
             ("max_num_seqs", max_num_seqs),
             ("max_tokens_per_step", max_tokens_per_step),
             ("block_size", block_size),
@@ -131,6 +146,9 @@ class Engine:
         if num_blocks is not None and cache_bytes is not None:
             raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
         self.runner = runner_of(model)
+        self._model = model
+        self.max_lora_rank = max_lora_rank
+        self._loras = Loras(self.runner, max_loras)
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
         self.vocab_size: int = self.runner.vocab_size
@@ -197,8 +215,8 @@ class Engine:
         Raises:
             TypeError: The prompt is neither, or text without a tokenizer.
             ValueError: The prompt is empty, longer than the context or has ids that are none; stop strings without a
-                tokenizer; a biased token is not in the vocabulary; kinds of tokens for a decoder; the
-                id is in use.
+                tokenizer; a biased token is not in the vocabulary; kinds of tokens for a decoder; there is no such
+                adapter; the id is in use.
             CacheMemoryError: Prompt and output could never fit the cache.
         """
         where = "Engine.add_request"
@@ -235,6 +253,8 @@ class Engine:
                 )
             ends = frozenset() if params.ignore_eos else self.eos_token_ids
         request = Request(request_id, tokens, params, limit, ends, stream)
+        if isinstance(params, SamplingParams) and params.lora is not None:
+            request.adapter = self._loras.loaded[params.lora]
         if self.speculative_config is not None:
             request.speculation = Speculation(self.speculative_config)
         self._requests[request_id] = request
@@ -251,12 +271,84 @@ class Engine:
             return 1
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{where}: stop must be empty without a tokenizer, got {params.stop}")
+        if params.lora is not None and params.lora not in self.loras:
+            known = ", ".join(map(repr, self.loras)) or "none"
+            raise ValueError(
+                f"{where}: lora must be a loaded adapter ({known}), got {str(params.lora)[:200]!r}"
+            )
         largest = max(params.logit_bias, default=0)
         if largest >= self.vocab_size:
             raise ValueError(
                 f"{where}: logit_bias must have ids in [0, {self.vocab_size}), got {largest}"
             )
         return params.max_new_tokens
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def load_lora(
+        self,
+        name: str,
+        path: str | Path | LoadedAdapter,
+        *,
+        base_names: Iterable[str] | None = None,
+    ) -> None:
+        """Load a low-rank adapter, which requests name in `SamplingParams.lora`.
+
+        Requests with several adapters and with none run in one batch.
+
+        Args:
+            name: A name of its own.
+            path: Folder as peft writes it, or what `read_lora` returned.
+            base_names: As for `read_lora`.
+
+        Raises:
+            TypeError: The name is no text.
+            ValueError: The name is empty or in use, there are too many adapters, or see `read_lora`.
+        """
+        if not isinstance(name, str):
+            got = type(name).__name__
+            raise TypeError(f"Engine.load_lora: lora_name must be text, got {got}")
+        if not name:
+            raise ValueError("Engine.load_lora: lora_name must have a character, got none")
+        adapter = path
+        if not isinstance(adapter, LoadedAdapter):
+            adapter = self.read_lora(adapter, base_names=base_names)
+        self._loras.load(name, adapter, self._used_adapters())
+
+    def read_lora(
+        self, path: str | Path, *, base_names: Iterable[str] | None = None
+    ) -> LoadedAdapter:
+        """Read and check an adapter for `load_lora`; can be called in any thread.
+
+        Args:
+            path: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+            base_names: Names of the base model; an adapter that names another one is refused. None: the name that
+                the model's config has, if any.
+
+        Raises:
+            ValueError: It is no LoRA adapter of this model, or of a kind that is not supported.
+        """
+        if base_names is None:
+            own = getattr(getattr(self._model, "config", None), "_name_or_path", None)
+            base_names = [own] if own else None
+        options: dict[str, Any] = {"max_rank": self.max_lora_rank, "base_names": base_names}
+        return read_adapter(self._model, self.runner, path, **options)
+
+    def unload_lora(self, name: str) -> bool:
+        """Drop an adapter. Requests that have it go on with it; new ones do not find it.
+
+        Returns:
+            False if there is no such adapter.
+        """
+        return self._loras.unload(name, self._used_adapters())
+
+    @property
+    def loras(self) -> Mapping[str, LoadedAdapter]:
+        """The adapters by name; a mapping that does not change any more."""
+        return self._loras.loaded
+
+    def _used_adapters(self) -> list[LoadedAdapter]:
+        return [r.adapter for r in self._requests.values() if r.adapter is not None]
 
     def cancel(self, request_id: str) -> bool:
         """End a request and free its blocks; the next step reports it with the reason ``"cancelled"``.
@@ -428,6 +520,10 @@ class Engine:
         options: dict[str, Any] = {"states": True} if states else {}
         if self._scheduler.switch is not None:
             options["length"] = max(len(request.tokens) for request, _ in chosen)
+        numbers = [self._loras.number(request.adapter) for request in batch.requests]
+        adapters = adapters_of_rows(numbers, batch.starts)
+        if adapters is not None:
+            options["adapters"] = adapters
         result = self.runner.forward(
             self._cache,
             batch.tokens,

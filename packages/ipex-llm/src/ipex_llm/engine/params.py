@@ -105,6 +105,7 @@ class SamplingParams:
         include_stop: The stop string that ends the output is part of its text.
         skip_special_tokens: Special tokens are no part of the text.
         grammar: What the output must be, or None.
+        lora: Name of an adapter that the engine has loaded (`Engine.load_lora`), or None.
 
     Raises:
         ValueError: A value is not as described.
@@ -133,6 +134,7 @@ class SamplingParams:
     include_stop: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

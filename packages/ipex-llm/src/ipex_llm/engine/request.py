@@ -18,6 +18,7 @@ import torch
 from ipex_llm.engine.params import PoolingParams, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from ipex_llm.engine.lora import LoadedAdapter
     from ipex_llm.engine.speculation import Speculation
 
 #: What tokenizers decode bytes to that are no whole character.
@@ -139,6 +140,7 @@ class Request:
         room: Tokens that may be guessed in this step: there are places in the cache for them.
         drafts: Guessed tokens, which the model checks in this step.
         speculation: What is known for guesses, None without.
+        adapter: Whose factors are added to the model's weights, None for the model as it is.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class Request:
         self.room = 0
         self.drafts: list[int] = []
         self.speculation: Speculation | None = None
+        self.adapter: LoadedAdapter | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.arrived = time.monotonic()
         self.first_token_at: float | None = None
@@ -229,7 +232,8 @@ class Request:
         """Return the keys of the full blocks of the first ``length`` tokens."""
         while (len(self.keys) + 1) * block_size <= length:
             start = len(self.keys) * block_size
-            before = self.keys[-1] if self.keys else b"long" * self.long
+            adapter = b"" if self.adapter is None else self.adapter.key
+            before = self.keys[-1] if self.keys else adapter + b"long" * self.long
             self.keys.append(block_key(before, self.tokens[start : start + block_size]))
         return self.keys[: length // block_size]
 

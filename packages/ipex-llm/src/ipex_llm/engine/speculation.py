@@ -3,8 +3,8 @@
 
 A guess comes from an earlier place of the request's own text (prompt lookup) or from a smaller model. The model
 computes logits behind each guessed token, and a token is chosen from each with the random number that it would have
-without speculation. As long as the chosen token is the guessed one, the next choice is valid too. So the output is the one
-of plain decoding, token by token, whatever the guesses are: no other test of acceptance is needed.
+without speculation. As long as the chosen token is the guessed one, the next choice is valid too. So the output is the
+one of plain decoding, token by token, whatever the guesses are: no other test of acceptance is needed.
 
 Source: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023; for guesses out
 of the text Saxena, "Prompt Lookup Decoding", 2023.

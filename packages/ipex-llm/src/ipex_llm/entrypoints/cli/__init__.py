@@ -427,7 +427,7 @@ def read_speculation(
                 " --speculative-model, got neither"
             )
         return None
-    options = {} if tokens is None else {"num_speculative_tokens": tokens}
+    options: dict[str, Any] = {} if tokens is None else {"num_speculative_tokens": tokens}
     return SpeculativeConfig(model=None if model is None else str(model), **options)
 
 

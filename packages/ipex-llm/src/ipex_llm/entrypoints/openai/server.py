@@ -248,7 +248,7 @@ class _Api:
             ),
             "cache_blocks": ("Blocks of the cache.", now.blocks),
         }
-        counters = {
+        counters: dict[str, tuple[str, float]] = {
             "steps_total": ("Batches computed.", now.steps),
             "requests_finished_total": ("Requests that came to their end.", now.finished),
             "requests_cancelled_total": ("Requests that were cancelled.", now.cancelled),

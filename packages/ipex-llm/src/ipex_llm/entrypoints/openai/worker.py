@@ -87,8 +87,8 @@ class Metrics:
 
         for kind, values in (("gauge", gauges), ("counter", counters)):
             for labeled, (text, value) in values.items():
-                name, _, more = labeled.partition("{")
-                found = [label] * (":" in name) + [more[:-1]] * bool(more)
+                name, _, extra = labeled.partition("{")
+                found = [label] * (":" in name) + [extra[:-1]] * bool(extra)
                 labels = f"{{{','.join(found)}}}" if found else ""
                 lines.append(f"{head(name, kind, text)}{labels} {value:.10g}")
         with self._lock:
