@@ -12,13 +12,13 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-import safetensors.torch
-from families import FAMILIES
-from small_llama import llama
+import safetensors.torch  # noqa: E402
+from families import FAMILIES  # noqa: E402
+from small_llama import llama  # noqa: E402
 
-import ipex_llm
-from ipex_llm.engine import Engine, SamplingParams
-from ipex_llm.records import record_of
+import ipex_llm  # noqa: E402
+from ipex_llm.engine import Engine, SamplingParams  # noqa: E402
+from ipex_llm.records import record_of  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=10)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -337,13 +337,13 @@ def test_folders_and_names_that_are_refused(made, tmp_path):
     ):
         e.load_lora("x", tmp_path)
     (tmp_path / "adapter_config.json").write_text("[")
-    with pytest.raises(ValueError, match="^lora_path must be the folder .* must be JSON"):
+    with pytest.raises(ValueError, match=r"^lora_path must be the folder .* must be JSON"):
         e.load_lora("x", tmp_path)
     (tmp_path / "adapter_config.json").write_text((folders[0] / "adapter_config.json").read_text())
-    with pytest.raises(ValueError, match="^lora_path must be the folder"):
+    with pytest.raises(ValueError, match=r"^lora_path must be the folder"):
         e.load_lora("x", tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(ValueError, match="^lora_path must be the folder .* safetensors file"):
+    with pytest.raises(ValueError, match=r"^lora_path must be the folder .* safetensors file"):
         e.load_lora("x", tmp_path)
     e.load_lora("x", folders[0])
     with pytest.raises(ValueError, match="lora_name must not be in use, got 'x'"):

@@ -323,16 +323,17 @@ class Engine:
         Args:
             path: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
             base_names: Names of the base model; an adapter that names another one is refused. None: the name that
-                the model's config has, if any.
+                the model's config has, if any. Empty: no such check.
 
         Raises:
             ValueError: It is no LoRA adapter of this model, or of a kind that is not supported.
         """
         if base_names is None:
             own = getattr(getattr(self._model, "config", None), "_name_or_path", None)
-            base_names = [own] if own else None
-        options: dict[str, Any] = {"max_rank": self.max_lora_rank, "base_names": base_names}
-        return read_adapter(self._model, self.runner, path, **options)
+            base_names = [own] if own else []
+        return read_adapter(
+            *(self._model, self.runner, path), max_rank=self.max_lora_rank, base_names=base_names
+        )
 
     def unload_lora(self, name: str) -> bool:
         """Drop an adapter. Requests that have it go on with it; new ones do not find it.

@@ -45,6 +45,10 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...]], ...] = (
 _numbers = itertools.count(1)
 
 
+def _new_key() -> bytes:
+    return f"lora {next(_numbers)}:".encode()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LoadedAdapter:
     """An adapter that was read.
@@ -59,7 +63,7 @@ class LoadedAdapter:
     path: str
     base: str | None
     weights: Adapter
-    key: bytes = dataclasses.field(default_factory=lambda: f"lora {next(_numbers)}:".encode())
+    key: bytes = dataclasses.field(default_factory=_new_key)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ def read_adapter(
     path: str | Path,
     *,
     max_rank: int = MAX_RANK,
-    base_names: Iterable[str] | None = None,
+    base_names: Iterable[str] = (),
 ) -> LoadedAdapter:
     """Read a folder that peft has written: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
@@ -111,7 +115,7 @@ def read_adapter(
         runner: Its runner.
         path: The folder.
         max_rank: Largest rank.
-        base_names: Names that the base model has; the adapter must name one of them or none. None: no check.
+        base_names: Names that the base model has; the adapter must name one of them or none. Empty: no check.
 
     Raises:
         ValueError: It is no such folder, of another kind or for another model; the text names ``lora_path``.
@@ -137,7 +141,7 @@ def read_adapter(
     return LoadedAdapter(str(folder), base, Adapter(factors))
 
 
-def _check_config(config: Mapping[str, Any], base_names: Iterable[str] | None) -> str | None:
+def _check_config(config: Mapping[str, Any], base_names: Iterable[str]) -> str | None:
     """Check what a config says, and return the base model that it names."""
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -161,8 +165,8 @@ def _check_config(config: Mapping[str, Any], base_names: Iterable[str] | None) -
     if not isinstance(base, str):
         got = type(base).__name__
         raise ValueError(f"lora_path must have a text as base_model_name_or_path, got {got}")
-    names = None if base_names is None else list(base_names)
-    if names is not None and _short(base) not in map(_short, names):
+    names = list(base_names)
+    if names and _short(base) not in map(_short, names):
         served = ", ".join(sorted({repr(name) for name in names}))
         raise ValueError(
             f"lora_path must have an adapter of this model ({served}), got one of {base[:200]!r}"
@@ -204,7 +208,9 @@ def _pairs(
         raise ValueError("lora_path must have factors of at least one layer, got none")
     for name, both in found.items():
         if len(both) != 2:
-            raise ValueError(f"lora_path must have both factors of {name!r}, got lora_{[*both][0]}")
+            raise ValueError(
+                f"lora_path must have both factors of {name!r}, got lora_{next(iter(both))}"
+            )
     return {name: (both["A"], both["B"]) for name, both in found.items()}
 
 

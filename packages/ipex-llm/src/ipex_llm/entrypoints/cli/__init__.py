@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -268,6 +270,31 @@ def serve(
     num_speculative_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens that are guessed at a time (default: 4).")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="LoRA adapter in peft's form, for requests with this model name. Can be repeated.",
+        ),
+    ] = None,
+    max_loras: Annotated[
+        int, typer.Option(min=1, help="Most adapters that are loaded at the same time.")
+    ] = 8,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
+    lora_any_base: Annotated[
+        bool,
+        typer.Option(
+            "--lora-any-base", help="Take adapters that name another base model, if they fit."
+        ),
+    ] = False,
+    allow_runtime_lora: Annotated[
+        bool,
+        typer.Option(
+            "--allow-runtime-lora",
+            help="Clients may load and drop adapters by paths of this machine (/v1/load_lora_adapter)."
+            " Needs --api-key-file.",
+        ),
+    ] = False,
     max_body_kib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 1024,
     max_prompt_chars: Annotated[
         int | None,
@@ -321,6 +348,10 @@ def serve(
                 f"anybody who reaches {host} can use this server: see --api-key-file",
                 style="yellow",
             )
+        if allow_runtime_lora and key is None:
+            raise ValueError("serve: --allow-runtime-lora must be with --api-key-file, got no key")
+        bases = () if lora_any_base else base_names(model, name)
+        adapters = read_lora_options(lora or (), name or model.resolve().name)
         speculative = read_speculation(
             speculative_config, prompt_lookup, speculative_model, num_speculative_tokens
         )
@@ -331,6 +362,8 @@ def serve(
         if encoder is not None:
             if speculative is not None:
                 raise ValueError("serve: speculation must have a decoder, got an encoder")
+            if adapters or allow_runtime_lora:
+                raise ValueError("serve: --lora must have a decoder, got an encoder")
             engine = EncoderEngine(
                 load_encoder(model, encoder, dtype, trust_remote_code),
                 tokenizer,
@@ -351,7 +384,14 @@ def serve(
                 max_model_len=max_model_len,
                 cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
                 speculative_config=speculative,
+                max_loras=max_loras,
+                max_lora_rank=max_lora_rank,
             )
+            for lora_name, folder in adapters.items():
+                try:
+                    engine.load_lora(lora_name, folder, base_names=bases)
+                except ValueError as error:
+                    raise ValueError(f"serve: --lora {lora_name}={folder}: {error}") from error
             about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
 
@@ -365,6 +405,8 @@ def serve(
             hosts=hosts,
             pooling=pooling,
             log_requests=log_requests,
+            base_names=bases,
+            runtime_lora=allow_runtime_lora,
         )
         if log_requests:
             lines = logging.getLogger("ipex.requests")
@@ -429,6 +471,38 @@ def read_speculation(
         return None
     options: dict[str, Any] = {} if tokens is None else {"num_speculative_tokens": tokens}
     return SpeculativeConfig(model=None if model is None else str(model), **options)
+
+
+def read_lora_options(values: Sequence[str], served: str) -> dict[str, str]:
+    """Return the folders of ``--lora NAME=FOLDER`` by name.
+
+    Args:
+        values: What was given.
+        served: The name of the model, which no adapter can have.
+
+    Raises:
+        ValueError: A value has another form, or a name is there twice.
+    """
+    found: dict[str, str] = {}
+    for value in values:
+        name, equal, folder = value.partition("=")
+        if not (name and equal and folder):
+            raise ValueError(f"serve: --lora must be NAME=FOLDER, got {value!r}")
+        if name == served or name in found:
+            raise ValueError(f"serve: --lora must have a name of its own, got {name!r} twice")
+        found[name] = folder
+    return found
+
+
+def base_names(folder: Path, name: str | None) -> tuple[str, ...]:
+    """Return the names that an adapter may have for the model of a folder."""
+    from ipex_quant.util.safetensors import CheckpointError, read_config
+
+    found = [str(folder.absolute()), str(folder.resolve())]
+    with contextlib.suppress(CheckpointError):
+        own = read_config(folder).get("_name_or_path")
+        found += [own] if isinstance(own, str) and own else []
+    return tuple(dict.fromkeys([*found, *([] if name is None else [name])]))
 
 
 def read_key(file: Path) -> str:
