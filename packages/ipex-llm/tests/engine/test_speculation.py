@@ -321,6 +321,9 @@ def test_matches():
     assert Matches(3, 4).draft(text, 3) == []
     assert Matches(1, 4).draft([5], 3) == []
     assert Matches(1, 2).draft([5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
+    long = Matches(2, 4)  # is read in pieces
+    found = [long.draft([*range(9000), 5, 6], 2) for _ in range(3)]
+    assert found == [[], [], [7, 8]]
     growing = Matches(2, 4)
     tokens = []
     for token in torch.randint(4, (300,), generator=torch.Generator().manual_seed(0)).tolist():

@@ -173,7 +173,7 @@ def test_options_of_serve(tmp_path):
         (("[1]", False, None, None), "--speculative-config must be an object, got list"),
         (('{"model": 3}', False, None, None), "model must be the folder of a model, got int"),
         (('{"n": 3}', False, None, None), "names must be among method, .*, got 'n'"),
-        (("{}", True, None, None), "--speculative-config must be alone"),
+        (("{}", True, None, None), "--prompt-lookup must be left out"),
         ((None, True, tmp_path, None), "--prompt-lookup must be without --speculative-model"),
         ((None, False, None, 4), "--num-speculative-tokens must be beside"),
         ((None, True, None, 99), r"num_speculative_tokens must be an integer in \[1, 64\], got 99"),

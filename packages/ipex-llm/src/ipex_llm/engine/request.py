@@ -19,7 +19,6 @@ from ipex_llm.engine.params import PoolingParams, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from ipex_llm.engine.lora import LoadedAdapter
-    from ipex_llm.engine.speculation import Speculation
 
 #: What tokenizers decode bytes to that are no whole character.
 _UNFINISHED = "\ufffd"
@@ -139,7 +138,7 @@ class Request:
         long: Whether what is in the cache belongs to a sequence beyond the switch of LongRoPE.
         room: Tokens that may be guessed in this step: there are places in the cache for them.
         drafts: Guessed tokens, which the model checks in this step.
-        speculation: What is known for guesses, None without.
+        speculation: What `ipex_llm.engine.speculation` knows of the request, None without guesses.
         adapter: Whose factors are added to the model's weights, None for the model as it is.
     """
 
@@ -178,7 +177,7 @@ class Request:
         self.long = False
         self.room = 0
         self.drafts: list[int] = []
-        self.speculation: Speculation | None = None
+        self.speculation: Any = None
         self.adapter: LoadedAdapter | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.arrived = time.monotonic()

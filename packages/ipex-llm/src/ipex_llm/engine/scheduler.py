@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ipex_llm.engine.request import Request
 
+#: Most guessed tokens of a step: each has a row of logits, which takes memory with a large vocabulary.
+_DRAFTS = 128
+
 
 class Scheduler:
     """First come, first served, with a budget of tokens for each step.
@@ -74,6 +77,7 @@ class Scheduler:
         """Take places for the tokens that can be guessed; no request gives way for them."""
         assert self._guesses is not None
         size = self.pool.block_size
+        budget = min(budget, _DRAFTS)
         for request, count in chosen:
             request.room, request.drafts = 0, []
             if count != 1 or request.missing != 1 or request.new_tokens == 0:

@@ -169,6 +169,8 @@ class Speculation:
 
 #: Earlier places that are compared, the latest first.
 _CANDIDATES = 16
+#: Tokens that are read at once: the others of a long prompt in the next steps, so that no step takes long.
+_READ = 4096
 
 
 class Matches:
@@ -185,16 +187,19 @@ class Matches:
         self._least, self._most = least, most
         self._latest: dict[int, int] = {}
         self._before: list[int] = []  # of the place `least` + i
-        self._link = -1  # of the end of the list
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return what followed at the best earlier place, up to ``count`` tokens; a repetition goes on."""
+        """Return what followed at the best earlier place, up to ``count`` tokens; a repetition goes on.
+
+        Of a long list some tokens are read, and nothing is found until all are.
+        """
         length, least = len(tokens), self._least
-        for end in range(least + len(self._before), length + 1):
+        first = least + len(self._before)
+        for end in range(first, min(length + 1, first + _READ)):
             key = hash(tuple(tokens[end - least : end]))
             self._before.append(self._latest.get(key, -1))
             self._latest[key] = end
-        if length < least + 1:
+        if length < least + 1 or least + len(self._before) <= length:
             return []
         best, matched = -1, least - 1
         place = self._before[length - least]
@@ -343,7 +348,7 @@ def draft_runner(config: SpeculativeConfig, vocab_size: int) -> Any:
     """Return the runner of the smaller model, or None for prompt lookup.
 
     Raises:
-        TypeError: The model is none that an engine can run.
+        TypeError: An engine cannot run the model.
         ValueError: It has another vocabulary.
     """
     if config.method == "ngram":

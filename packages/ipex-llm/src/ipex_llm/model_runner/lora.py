@@ -24,7 +24,6 @@ from ipex_llm.arch import LinearPlan
 
 if TYPE_CHECKING:
     from ipex_llm.model_runner.dense import Linear
-    from ipex_llm.model_runner.program import Writer
 
 __all__ = ["Adapter", "LoraSites", "PackedLinear", "features_of"]
 
@@ -174,7 +173,7 @@ class LoraSites:
 
 
 def write_linear(
-    writer: Writer,
+    writer: Any,
     weight: Linear,
     site: _Site,
     x: Register,
@@ -213,7 +212,7 @@ def write_linear(
     return y if residual is None else b.call("add", y, residual)
 
 
-def _add(writer: Writer, part: _Part, out: Register, x: Register) -> None:
+def _add(writer: Any, part: _Part, out: Register, x: Register) -> None:
     """Write the product of the factors of each row's adapter, added to columns of ``out``."""
     b, rank = writer.b, part.down.shape[1]
     inner = b.call("narrow", x, 1, 0, rank)

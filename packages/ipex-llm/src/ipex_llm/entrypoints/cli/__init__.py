@@ -391,7 +391,8 @@ def serve(
                 try:
                     engine.load_lora(lora_name, folder, base_names=bases)
                 except ValueError as error:
-                    raise ValueError(f"serve: --lora {lora_name}={folder}: {error}") from error
+                    what = f"--lora {lora_name} must have an adapter that fits"
+                    raise ValueError(f"serve: {what}, got {folder}: {error}") from error
             about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
 
@@ -445,10 +446,15 @@ def read_speculation(
     from ipex_llm.engine import SpeculativeConfig
 
     if text is not None:
-        if lookup or model is not None or tokens is not None:
-            raise ValueError(
-                "serve: --speculative-config must be alone, got other options of speculation, too"
-            )
+        for option, given in (
+            ("--prompt-lookup", lookup),
+            ("--speculative-model", model is not None),
+            ("--num-speculative-tokens", tokens is not None),
+        ):
+            if given:
+                raise ValueError(
+                    f"serve: {option} must be left out, got it with --speculative-config"
+                )
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:

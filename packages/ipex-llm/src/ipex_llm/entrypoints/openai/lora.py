@@ -100,7 +100,7 @@ class Models:
         """Load an adapter, and return what the client is told.
 
         Raises:
-            ApiError: It is none of this model, the name is in use, or there are too many.
+            ApiError: It is for another model, the name is in use, or there are too many.
         """
         engine, name = self._worker.engine, body.lora_name
         if not isinstance(engine, Engine):
@@ -128,7 +128,7 @@ class Models:
         """Drop an adapter, and return what the client is told.
 
         Raises:
-            ApiError: There is none of this name.
+            ApiError: There is no adapter of this name.
         """
         engine, name = self._worker.engine, body.lora_name
         found = isinstance(engine, Engine) and await self._worker.call(
