@@ -294,10 +294,10 @@ class Allows:
     def matcher(self):
         return self
 
-    def fill(self):
+    def fill(self, drafts=()):
         assert self.go is None or self.go.wait(30)
 
-    def apply(self, row):
+    def apply(self, row, ahead=0):
         value = row[self.token].clone()
         row.fill_(float("-inf"))
         row[self.token] = value

@@ -12,10 +12,12 @@ Example::
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ from ipex_llm.engine.limits import (
     prompt_ids,
     runner_of,
 )
+from ipex_llm.engine.lora import (
+    MAX_LORAS,
+    MAX_RANK,
+    LoadedAdapter,
+    Loras,
+    adapters_of_rows,
+    read_adapter,
+)
 from ipex_llm.engine.params import (
     EngineStats,
     GenerationOutput,
@@ -38,8 +48,9 @@ from ipex_llm.engine.params import (
     StepOutput,
     TokenLogprobs,
 )
-from ipex_llm.engine.request import Batch, BlockTables, Request, TextStream, choose
+from ipex_llm.engine.request import Batch, BlockTables, Request, Run, TextStream, verify
 from ipex_llm.engine.scheduler import BlockPool, Scheduler
+from ipex_llm.engine.speculation import Speculation, SpeculativeConfig, draft_runner, proposer
 from ipex_llm.kv_cache import CacheMemoryError
 
 __all__ = [
@@ -51,6 +62,7 @@ __all__ = [
     "Matcher",
     "PoolingParams",
     "SamplingParams",
+    "SpeculativeConfig",
     "StepOutput",
     "TokenLogprobs",
 ]
@@ -87,10 +99,14 @@ class Engine:
         cache_dtype: Element type of the cache, the dtype of the model if None.
         prefix_reuse: Whether full blocks are shared and kept for later requests.
         eos_token_ids: Tokens that end an output; from the model's generation config or the tokenizer if None.
+        speculative_config: Guess tokens and check several in one pass, which changes no output; see
+            `SpeculativeConfig`, or a mapping of its fields. None: nothing is guessed.
+        max_loras: Most adapters that are loaded at the same time; see `load_lora`.
+        max_lora_rank: Largest rank of an adapter.
 
     Raises:
         TypeError: The model is neither of the two.
-        ValueError: A number is not as described.
+        ValueError: A number is not as described, or the smaller model has another vocabulary.
         CacheMemoryError: The cache does not fit the free memory, or holds no block.
     """
 
@@ -108,8 +124,13 @@ class Engine:
         cache_dtype: torch.dtype | None = None,
         prefix_reuse: bool = True,
         eos_token_ids: Iterable[int] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        max_loras: int = MAX_LORAS,
+        max_lora_rank: int = MAX_RANK,
     ) -> None:
         for name, value in (
+            ("max_loras", max_loras),
+            ("max_lora_rank", max_lora_rank),
             ("max_num_seqs", max_num_seqs),
             ("max_tokens_per_step", max_tokens_per_step),
             ("block_size", block_size),
@@ -125,6 +146,9 @@ class Engine:
         if num_blocks is not None and cache_bytes is not None:
             raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
         self.runner = runner_of(model)
+        self._model = model
+        self.max_lora_rank = max_lora_rank
+        self._loras = Loras(self.runner, max_loras)
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
         self.vocab_size: int = self.runner.vocab_size
@@ -140,13 +164,23 @@ class Engine:
         )
         longest = -(-self.max_model_len // block_size)
         one = self.runner.cache_bytes(1, block_size, cache_dtype)
+        speculative = None
+        if speculative_config is not None:
+            speculative = SpeculativeConfig.of(speculative_config)
+            draft = draft_runner(speculative, self.vocab_size)
+            one += 0 if draft is None else draft.cache_bytes(1, block_size)
+        self.speculative_config = speculative
         blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs)
         self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
         self._pool = BlockPool(blocks, block_size, prefix_reuse)
         budget = max(max_tokens_per_step, max_num_seqs)
         switch: int | None = getattr(self.runner, "length_switch", None)
-        self._scheduler = Scheduler(self._pool, max_num_seqs, budget, switch)
+        guesses = None if speculative is None else self._guesses
+        self._scheduler = Scheduler(self._pool, max_num_seqs, budget, switch, guesses)
         self._tables = BlockTables(max_num_seqs, min(longest, blocks), block_size)
+        self._proposer = None
+        if speculative is not None:
+            self._proposer = proposer(speculative, draft, blocks, block_size, self._tables, budget)
         self._requests: dict[str, Request] = {}
         self._ended: list[StepOutput] = []
         self._ids = itertools.count()
@@ -155,6 +189,8 @@ class Engine:
         self._counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
+        self._counts |= dict.fromkeys(("drafts", "draft_tokens"), 0)
+        self._accepted = [0] * (0 if speculative is None else speculative.num_speculative_tokens)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -179,8 +215,8 @@ class Engine:
         Raises:
             TypeError: The prompt is neither, or text without a tokenizer.
             ValueError: The prompt is empty, longer than the context or has ids that are none; stop strings without a
-                tokenizer; a biased token is not in the vocabulary; kinds of tokens for a decoder; the
-                id is in use.
+                tokenizer; a biased token is not in the vocabulary; kinds of tokens for a decoder; there is no such
+                adapter; the id is in use.
             CacheMemoryError: Prompt and output could never fit the cache.
         """
         where = "Engine.add_request"
@@ -217,6 +253,10 @@ class Engine:
                 )
             ends = frozenset() if params.ignore_eos else self.eos_token_ids
         request = Request(request_id, tokens, params, limit, ends, stream)
+        if isinstance(params, SamplingParams) and params.lora is not None:
+            request.adapter = self._loras.loaded[params.lora]
+        if self.speculative_config is not None:
+            request.speculation = Speculation(self.speculative_config)
         self._requests[request_id] = request
         self._scheduler.waiting.append(request)
         self._counts["prompt"] += len(tokens)
@@ -231,12 +271,85 @@ class Engine:
             return 1
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{where}: stop must be empty without a tokenizer, got {params.stop}")
+        if params.lora is not None and params.lora not in self.loras:
+            known = ", ".join(map(repr, self.loras)) or "none"
+            raise ValueError(
+                f"{where}: lora must be a loaded adapter ({known}), got {str(params.lora)[:200]!r}"
+            )
         largest = max(params.logit_bias, default=0)
         if largest >= self.vocab_size:
             raise ValueError(
                 f"{where}: logit_bias must have ids in [0, {self.vocab_size}), got {largest}"
             )
         return params.max_new_tokens
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def load_lora(
+        self,
+        name: str,
+        path: str | Path | LoadedAdapter,
+        *,
+        base_names: Iterable[str] | None = None,
+    ) -> None:
+        """Load a low-rank adapter, which requests name in `SamplingParams.lora`.
+
+        Requests with several adapters and with none run in one batch.
+
+        Args:
+            name: A name of its own.
+            path: Folder as peft writes it, or what `read_lora` returned.
+            base_names: As for `read_lora`.
+
+        Raises:
+            TypeError: The name is no text.
+            ValueError: The name is empty or in use, there are too many adapters, or see `read_lora`.
+        """
+        if not isinstance(name, str):
+            got = type(name).__name__
+            raise TypeError(f"Engine.load_lora: lora_name must be text, got {got}")
+        if not name:
+            raise ValueError("Engine.load_lora: lora_name must have a character, got none")
+        adapter = path
+        if not isinstance(adapter, LoadedAdapter):
+            adapter = self.read_lora(adapter, base_names=base_names)
+        self._loras.load(name, adapter, self._used_adapters())
+
+    def read_lora(
+        self, path: str | Path, *, base_names: Iterable[str] | None = None
+    ) -> LoadedAdapter:
+        """Read and check an adapter for `load_lora`; can be called in any thread.
+
+        Args:
+            path: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+            base_names: Names of the base model; an adapter that names another one is refused. None: the name that
+                the model's config has, if any. Empty: no such check.
+
+        Raises:
+            ValueError: It is no LoRA adapter of this model, or of a kind that is not supported.
+        """
+        if base_names is None:
+            own = getattr(getattr(self._model, "config", None), "_name_or_path", None)
+            base_names = [own] if own else []
+        return read_adapter(
+            *(self._model, self.runner, path), max_rank=self.max_lora_rank, base_names=base_names
+        )
+
+    def unload_lora(self, name: str) -> bool:
+        """Drop an adapter. Requests that have it go on with it; new ones do not find it.
+
+        Returns:
+            False if there is no such adapter.
+        """
+        return self._loras.unload(name, self._used_adapters())
+
+    @property
+    def loras(self) -> Mapping[str, LoadedAdapter]:
+        """The adapters by name; a mapping that does not change any more."""
+        return self._loras.loaded
+
+    def _used_adapters(self) -> list[LoadedAdapter]:
+        return [r.adapter for r in self._requests.values() if r.adapter is not None]
 
     def cancel(self, request_id: str) -> bool:
         """End a request and free its blocks; the next step reports it with the reason ``"cancelled"``.
@@ -264,7 +377,7 @@ class Engine:
         """Compute one batch.
 
         Returns:
-            What is new, one entry for each request that got a token or ended. May be empty although there is work: a
+            What is new, one entry for each request that got tokens or ended. May be empty although there is work: a
             long prompt takes several steps. A request whose logits are not finite ends with the reason ``"error"``;
             the others go on.
 
@@ -275,11 +388,12 @@ class Engine:
         chosen = self._scheduler.plan()
         if not chosen:
             return outputs
+        self._propose(chosen)
         chosen = self._ready(chosen)
         if not chosen:
             return outputs
         begun = time.monotonic()
-        done: list[tuple[Request, int | None]] = []
+        done: list[tuple[Request, Run]] = []
         pooled: list[Request] = []
         with torch.inference_mode():
             found = [
@@ -297,13 +411,20 @@ class Engine:
                     self._gather(batch, rows)
                     pooled += batch.complete
                     continue
-                places = [i for i, r in enumerate(batch.complete) if r.id not in late]
-                if places:
-                    whole = len(places) == len(rows)
-                    complete = [batch.complete[i] for i in places]
-                    logits = rows if whole else rows[places]
-                    done += zip(complete, choose(complete, logits), strict=True)
-                at = len(batch.complete)
+                complete = [r for r in batch.complete if r.id not in late]
+                starts = list(
+                    itertools.accumulate((1 + len(r.drafts) for r in batch.complete), initial=0)
+                )
+                at = starts[-1]
+                if complete:
+                    places = [
+                        row
+                        for r, start, end in zip(batch.complete, starts, starts[1:], strict=False)
+                        if r.id not in late
+                        for row in range(start, end)
+                    ]
+                    logits = rows if len(places) == len(rows) else rows[places]
+                    done += zip(complete, verify(complete, logits), strict=True)
                 for request, first, count in batch.scored:
                     if request.id not in late:
                         request.score(first, rows[at : at + count])
@@ -313,10 +434,31 @@ class Engine:
             if request.id not in late:  # its tokens are computed again
                 self._scheduler.advance(request, count)
         self._counts["steps"] += 1
-        for request, token in done:
-            outputs.append(self._fail(request) if token is None else self._append(request, token))
+        for request, run in done:
+            outputs += self._extend(request, run)
         outputs += map(self._finish_pooled, pooled)
+        if self._proposer is not None:
+            for request, _ in chosen:
+                self._scheduler.trim(request)
         return outputs
+
+    def _guesses(self, request: Request) -> int:
+        """Return how many tokens to guess for a request that runs."""
+        config, state = self.speculative_config, request.speculation
+        assert config is not None and state is not None
+        most = config.disable_by_batch_size
+        if most is not None and len(self._scheduler.running) > most:
+            return 0
+        # The mask that is being computed is for the place behind the last token alone.
+        return 0 if request.mask is not None else state.acceptance.wanted(request.new_tokens)
+
+    def _propose(self, chosen: list[tuple[Request, int]]) -> None:
+        """Guess tokens for those that have room."""
+        wanted = [(request, request.room) for request, _ in chosen if request.room]
+        if self._proposer is None or not wanted:
+            return
+        with torch.inference_mode():
+            self._proposer.propose(wanted)
 
     def _ready(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Begin to find the tokens that grammars allow; leave out requests whose grammar has been late before."""
@@ -325,7 +467,7 @@ class Engine:
         for request, count in chosen:
             if request.matcher is not None and count == request.missing:
                 if request.mask is None:
-                    request.mask = self._masks.submit(request.matcher.fill)
+                    request.mask = self._masks.submit(request.matcher.fill, tuple(request.drafts))
                 elif not request.mask.done():
                     waiting.append(request.mask)
                     continue
@@ -379,6 +521,10 @@ class Engine:
         options: dict[str, Any] = {"states": True} if states else {}
         if self._scheduler.switch is not None:
             options["length"] = max(len(request.tokens) for request, _ in chosen)
+        numbers = [self._loras.number(request.adapter) for request in batch.requests]
+        adapters = adapters_of_rows(numbers, batch.starts)
+        if adapters is not None:
+            options["adapters"] = adapters
         result = self.runner.forward(
             self._cache,
             batch.tokens,
@@ -406,13 +552,39 @@ class Engine:
             error = f"Engine.step: the grammar must be simple enough, got {request.matcher.error}"
         return StepOutput(request.id, (), text, True, "error", error=error)
 
-    def _append(self, request: Request, token: int) -> StepOutput:
+    def _extend(self, request: Request, run: Run) -> Iterator[StepOutput]:
+        """Add tokens to a request, of which each but the last was a draft; yield what is new."""
+        if request.drafts:
+            drafted, accepted = len(request.drafts), len(run) - 1
+            self._counts["drafts"] += 1
+            self._counts["draft_tokens"] += drafted
+            for place in range(accepted):
+                self._accepted[place] += 1
+            assert request.speculation is not None
+            request.speculation.acceptance.note(request.new_tokens, drafted, accepted)
+            request.drafts = []
+        found: list[StepOutput] = []
+        for token, logprobs in run:
+            if token is None:
+                if not found:
+                    yield self._fail(request)
+                break  # behind a draft: the next step finds out why
+            if found:  # the token before was a draft, so it is in the cache
+                self._scheduler.advance(request, 1)
+            found.append(self._append(request, token, logprobs))
+            if found[-1].finished:
+                break
+        yield from _merged(found)
+
+    def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> StepOutput:
         """Add a token to a request, which may end it."""
         self._counts["generated"] += 1
         if request.first_token_at is None:
             request.first_token_at = time.monotonic()
             self._counts["cached"] += request.cached_tokens
-        request.tokens.append(token)
+        request.append(token)
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
         reason = None
         matcher = request.matcher
         if matcher is not None:
@@ -432,11 +604,11 @@ class Engine:
                 text = request.stream.add(token, last=reason is not None)
             if request.stream.stopped:
                 reason = "stop"
-        logprobs = tuple(request.logprobs[-1:])
         if reason is not None:
             self._end(request)
         return StepOutput(
-            *(request.id, (token,), text, reason is not None, reason, logprobs),
+            *(request.id, (token,), text, reason is not None, reason),
+            () if logprobs is None else (logprobs,),
             prompt_logprobs=tuple(request.prompt_logprobs) if request.new_tokens == 1 else (),
         )
 
@@ -541,8 +713,28 @@ class Engine:
             prompt_tokens=counts["prompt"],
             cached_tokens=counts["cached"],
             generated_tokens=counts["generated"],
+            drafts=counts["drafts"],
+            draft_tokens=counts["draft_tokens"],
+            accepted_tokens=sum(self._accepted),
+            accepted_at=tuple(self._accepted),
         )
 
     def forget_prefixes(self) -> None:
         """Keep no block for later requests, as after a change of the weights."""
         self._pool.forget()
+
+
+def _merged(outputs: list[StepOutput]) -> list[StepOutput]:
+    """Return the outputs of one request in a step as one."""
+    if len(outputs) < 2:
+        return outputs
+    last = outputs[-1]
+    return [
+        dataclasses.replace(
+            last,
+            tokens=tuple(token for output in outputs for token in output.tokens),
+            text="".join(output.text for output in outputs),
+            logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+            prompt_logprobs=outputs[0].prompt_logprobs,
+        )
+    ]

@@ -97,7 +97,7 @@ def check_prompt(tokens: Sequence[int], max_model_len: int, vocab_size: int, roo
 _RUNNER = ("forward", "new_cache", "cache_bytes", "plan", "vocab_size")
 
 
-def runner_of(model: Any) -> Any:
+def runner_of(model: Any, where: str = "Engine") -> Any:
     """Return the runner of an optimized model, or the runner itself.
 
     Raises:
@@ -107,7 +107,7 @@ def runner_of(model: Any) -> Any:
     found = model if found is None else found
     if not all(hasattr(found, name) for name in _RUNNER):
         raise TypeError(
-            "Engine: model must be one that ipex.llm.optimize runs as a whole (see ipex.explain(model)), got"
+            f"{where}: model must be one that ipex.llm.optimize runs as a whole (see ipex.explain(model)), got"
             f" {type(model).__name__}"
         )
     return found

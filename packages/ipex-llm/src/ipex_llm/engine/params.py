@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -40,11 +40,20 @@ class Matcher(Protocol):
     done: bool
     error: str | None
 
-    def fill(self) -> None:
-        """Find the tokens that may come next, while the model runs; may be called again for the same place."""
+    def fill(self, drafts: Sequence[int] = ()) -> None:
+        """Find the tokens that may come next, while the model runs; may be called again for the same place.
 
-    def apply(self, row: torch.Tensor) -> None:
-        """Set the logits ``[vocab]`` of all other tokens to minus infinity."""
+        Args:
+            drafts: Guessed tokens: find what may come behind each of them, too, up to the first that may not come.
+        """
+
+    def apply(self, row: torch.Tensor, ahead: int = 0) -> None:
+        """Set the logits ``[vocab]`` of all other tokens to minus infinity.
+
+        Args:
+            row: Of the place behind the first ``ahead`` drafts.
+            ahead: Number of drafts; behind one that may not come, nothing may.
+        """
 
     def accept(self, token: int) -> None:
         """Go on behind a token that `apply` allowed."""
@@ -96,6 +105,7 @@ class SamplingParams:
         include_stop: The stop string that ends the output is part of its text.
         skip_special_tokens: Special tokens are no part of the text.
         grammar: What the output must be, or None.
+        lora: Name of an adapter that the engine has loaded (`Engine.load_lora`), or None.
 
     Raises:
         ValueError: A value is not as described.
@@ -124,6 +134,7 @@ class SamplingParams:
     include_stop: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -245,7 +256,8 @@ class StepOutput:
 
     Attributes:
         request_id: As returned by `add_request`.
-        tokens: New tokens; at most one, none where a request ends without one. The token that ends the output is there.
+        tokens: New tokens; several where guesses were right, none where a request ends without one. The token that
+            ends the output is there.
         text: New text, if the engine has a tokenizer. Text that may yet become a stop string, and bytes that are no
             whole character yet, come later.
         finished: Whether this is the last output of the request.
@@ -300,3 +312,7 @@ class EngineStats:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    drafts: int = 0  # times that tokens were guessed
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of them
+    accepted_at: tuple[int, ...] = ()  # the same by their place in a guess

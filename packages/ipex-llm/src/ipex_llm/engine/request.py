@@ -8,14 +8,17 @@ import hashlib
 import secrets
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ipex_llm.engine.params import PoolingParams, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from ipex_llm.engine.lora import LoadedAdapter
 
 #: What tokenizers decode bytes to that are no whole character.
 _UNFINISHED = "\ufffd"
@@ -133,6 +136,10 @@ class Request:
         row: Row of the block tables, -1 while waiting.
         limit: Most tokens of prompt and output together.
         long: Whether what is in the cache belongs to a sequence beyond the switch of LongRoPE.
+        room: Tokens that may be guessed in this step: there are places in the cache for them.
+        drafts: Guessed tokens, which the model checks in this step.
+        speculation: What `ipex_llm.engine.speculation` knows of the request, None without guesses.
+        adapter: Whose factors are added to the model's weights, None for the model as it is.
     """
 
     def __init__(
@@ -168,10 +175,15 @@ class Request:
         self.written = 0  # blocks that are in the row of the tables
         self.preemptions = 0
         self.long = False
+        self.room = 0
+        self.drafts: list[int] = []
+        self.speculation: Any = None
+        self.adapter: LoadedAdapter | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.arrived = time.monotonic()
         self.first_token_at: float | None = None
         self._generator: torch.Generator | None = None
+        self._noise: deque[float] = deque()
 
     @property
     def missing(self) -> int:
@@ -219,17 +231,26 @@ class Request:
         """Return the keys of the full blocks of the first ``length`` tokens."""
         while (len(self.keys) + 1) * block_size <= length:
             start = len(self.keys) * block_size
-            before = self.keys[-1] if self.keys else b"long" * self.long
+            adapter = b"" if self.adapter is None else self.adapter.key
+            before = self.keys[-1] if self.keys else adapter + b"long" * self.long
             self.keys.append(block_key(before, self.tokens[start : start + block_size]))
         return self.keys[: length // block_size]
 
-    def noise(self) -> float:
-        """Return the next random number of this request, in ``[0, 1)``: one is drawn for each token."""
+    def noise(self, ahead: int = 0) -> float:
+        """Return the random number in ``[0, 1)`` of the next token, or of the token ``ahead`` places behind it."""
         if self._generator is None:
             seed = self.params.seed
             self._generator = torch.Generator()
             self._generator.manual_seed(secrets.randbits(63) if seed is None else seed)
-        return float(torch.rand((), generator=self._generator))
+        while len(self._noise) <= ahead:
+            self._noise.append(float(torch.rand((), generator=self._generator)))
+        return self._noise[ahead]
+
+    def append(self, token: int) -> None:
+        """Add a token to the output, and go on to the random number of the next one."""
+        self.tokens.append(token)
+        if self._noise:
+            self._noise.popleft()
 
 
 # -- The arguments of one forward pass for the requests of a step -----------------------------------------------------
@@ -249,7 +270,7 @@ class Batch:
         lengths: int32 ``[B]``: tokens in the cache after the pass.
         rows: int64 ``[R + S]`` places of tokens whose logits are needed, None for the last one of each request.
         requests: The B requests.
-        complete: The R requests that get a token by the first rows.
+        complete: The requests that get tokens by the first R rows: each has a row, and one more for each draft.
         scored: Requests with the place in the prompt and the number of further rows, S together.
     """
 
@@ -285,47 +306,65 @@ class BlockTables:
             self._table[request.row, request.written : len(blocks)] = fresh
             request.written = len(blocks)
 
-    def batch(self, chosen: Sequence[tuple[Request, int]]) -> Batch:
-        """Return the arguments for requests with the number of tokens each computes."""
+    def arguments(
+        self, spans: Sequence[tuple[Request, int, Sequence[int]]]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return tokens, positions, slots, tables, starts and lengths, as in `Batch`.
+
+        Args:
+            spans: Requests with a position and the tokens from there on.
+        """
         size = self._block_size
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        starts, lengths, rows = [0], [], []
-        complete = []
-        more: list[int] = []
-        scored = []
-        for request, count in chosen:
+        starts, lengths = [0], []
+        for request, first, part in spans:
             self._update(request)
-            first, last = request.computed, request.computed + count
-            places = request.scored(first, last)
-            if places:
-                more += range(len(tokens), len(tokens) + len(places))
-                scored.append((request, first, len(places)))
-            tokens += request.tokens[first:last]
+            last = first + len(part)
+            tokens += part
             positions += range(first, last)
             blocks = request.blocks
             slots += [blocks[at // size] * size + at % size for at in range(first, last)]
             starts.append(len(tokens))
             lengths.append(last)
-            if last == len(request.tokens):
-                rows.append(len(tokens) - 1)
-                complete.append(request)
         width = -(-max(lengths) // size)
-        order = torch.tensor([request.row for request, _ in chosen])
+        order = torch.tensor([request.row for request, _, _ in spans])
         # Behind the blocks of a short request lie zeros or blocks of its row's last user: not read, but valid.
+        return (
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            torch.tensor(slots),
+            self._table[order, :width],
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+        )
+
+    def batch(self, chosen: Sequence[tuple[Request, int]]) -> Batch:
+        """Return the arguments for requests with the number of tokens each computes, besides its drafts."""
+        spans: list[tuple[Request, int, Sequence[int]]] = []
+        rows: list[int] = []
+        complete = []
+        more: list[int] = []
+        scored = []
+        at = 0
+        for request, count in chosen:
+            first, last = request.computed, request.computed + count
+            places = request.scored(first, last)
+            if places:
+                more += range(at, at + len(places))
+                scored.append((request, first, len(places)))
+            tokens = request.tokens[first:last]
+            if last == len(request.tokens):
+                tokens += request.drafts
+                rows += range(at + count - 1, at + len(tokens))
+                complete.append(request)
+            spans.append((request, first, tokens))
+            at += len(tokens)
+        plain = len(rows) == len(complete) == len(chosen) and not more
         return Batch(
-            tokens=torch.tensor(tokens),
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            tables=self._table[order, :width],
-            starts=torch.tensor(starts, dtype=torch.int32),
-            lengths=torch.tensor(lengths, dtype=torch.int32),
-            rows=(
-                None
-                if len(rows) == len(chosen) and not more
-                else torch.tensor(rows + more, dtype=torch.int64)
-            ),
+            *self.arguments(spans),
+            rows=None if plain else torch.tensor(rows + more, dtype=torch.int64),
             requests=[request for request, _ in chosen],
             complete=complete,
             scored=scored,
@@ -335,45 +374,82 @@ class BlockTables:
 # -- The next token of each request from its row of logits ------------------------------------------------------------
 
 
-def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:
-    """Choose a token for each request, and note log probabilities where they are asked for.
+class Place(NamedTuple):
+    """A place behind the tokens of a request and the first ``ahead`` of its drafts."""
 
-    Each row is treated on its own, so that the tokens of a request do not depend on what else is in the batch.
+    request: Request
+    ahead: int
+
+
+#: Tokens of one request in order, each with its log probabilities if they are asked for; None for no token.
+Run = list[tuple[int | None, TokenLogprobs | None]]
+
+
+def verify(requests: Sequence[Request], logits: Tensor) -> list[Run]:
+    """Choose the next tokens of each request: one, and one more for each draft that is what was chosen in its place.
 
     Args:
-        requests: The requests, of which each may draw a random number.
-        logits: ``[R, vocab]``, a row for each request.
+        requests: The requests, with their drafts.
+        logits: ``[R, vocab]``: for each request a row, and one more for each of its drafts.
+
+    Returns:
+        A run of tokens for each request.
+    """
+    places = [Place(r, ahead) for r in requests for ahead in range(1 + len(r.drafts))]
+    chosen = choose(places, logits)
+    found: list[Run] = []
+    at = 0
+    for request in requests:
+        run: Run = []
+        for row in range(at, at + 1 + len(request.drafts)):
+            token, count = chosen[row], request.params.logprobs
+            noted = token is not None and count is not None
+            run.append((token, _logprobs(logits[row], token, count) if noted else None))  # type: ignore[arg-type]
+            if row - at < len(request.drafts) and token != request.drafts[row - at]:
+                break
+        found.append(run)
+        at += 1 + len(request.drafts)
+    return found
+
+
+def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[int | None]:
+    """Choose a token for each place.
+
+    Each row is treated on its own, so that the tokens of a request do not depend on what else is in the batch. The
+    random number of a place depends on the request and the length of the output alone.
+
+    Args:
+        places: The places.
+        logits: ``[R, vocab]``, a row for each place.
+        rules: Ask the matchers of grammars which tokens may come.
 
     Returns:
         R tokens; None for a row that no token can be chosen from, since it has NaN or infinity or no finite number.
     """
-    original = logits
-    if any(_changed(request) for request in requests):
+    if any(_changed(place, rules) for place in places):
         logits = logits.clone()
-        for request, row in zip(requests, logits, strict=True):
-            if _changed(request):
-                _change(request, row)
+        for place, row in zip(places, logits, strict=True):
+            if _changed(place, rules):
+                _change(place, row, rules)
     # The maximum is NaN if anything is.
     usable = logits.amax(-1).isfinite().tolist()
     groups: dict[tuple[float, int, float, float] | None, list[int]] = {}
-    for row, request in enumerate(requests):
+    for row, place in enumerate(places):
         if not usable[row]:
             continue
-        groups.setdefault(_group(request.params), []).append(row)
-    chosen: list[int | None] = [None] * len(requests)
+        groups.setdefault(_group(place.request.params), []).append(row)
+    chosen: list[int | None] = [None] * len(places)
     for group, rows in groups.items():
-        part = logits if len(rows) == len(requests) else logits[rows]
+        part = logits if len(rows) == len(places) else logits[rows]
         if group is None:
             tokens = torch.ops.ipex.argmax(part)
         else:
-            noise = torch.tensor([requests[row].noise() for row in rows], dtype=torch.float32)
-            tokens = torch.ops.ipex.sample_token(part, noise, *group)
+            noise = [places[row].request.noise(places[row].ahead) for row in rows]
+            tokens = torch.ops.ipex.sample_token(
+                part, torch.tensor(noise, dtype=torch.float32), *group
+            )
         for row, value in zip(rows, tokens.tolist(), strict=True):
             chosen[row] = value
-    for row, request in enumerate(requests):
-        token = chosen[row]
-        if token is not None and request.params.logprobs is not None:
-            request.logprobs.append(_logprobs(original[row], token, request.params.logprobs))
     return chosen
 
 
@@ -384,37 +460,40 @@ def _group(params: SamplingParams) -> tuple[float, int, float, float] | None:
     return float(params.temperature), params.top_k, float(params.top_p), float(params.min_p)
 
 
-def _changed(request: Request) -> bool:
-    params = request.params
-    early = request.new_tokens < params.min_new_tokens
-    return params.penalized or early or bool(params.logit_bias) or request.matcher is not None
+def _changed(place: Place, rules: bool) -> bool:
+    request, params = place.request, place.request.params
+    early = request.new_tokens + place.ahead < params.min_new_tokens
+    bound = rules and request.matcher is not None
+    return params.penalized or early or bool(params.logit_bias) or bound
 
 
-def _change(request: Request, row: Tensor) -> None:
-    params = request.params
+def _change(place: Place, row: Tensor, rules: bool) -> None:
+    request, params = place.request, place.request.params
+    drafts = request.drafts[: place.ahead]
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(request.tokens)))
+        seen = torch.tensor(sorted({*request.tokens, *drafts}))
         values = row[seen]
         factor = params.repetition_penalty
         row[seen] = torch.where(values > 0, values / factor, values * factor)
     if params.presence_penalty or params.frequency_penalty:
-        counts = Counter(request.tokens[request.prompt_length :])
+        counts = Counter([*request.tokens[request.prompt_length :], *drafts])
         if counts:
-            places = torch.tensor(list(counts))
+            tokens = torch.tensor(list(counts))
             times = torch.tensor(list(counts.values()), dtype=torch.float32)
-            row[places] -= (times * params.frequency_penalty + params.presence_penalty).to(
+            row[tokens] -= (times * params.frequency_penalty + params.presence_penalty).to(
                 row.dtype
             )
     if params.logit_bias:
-        places = torch.tensor(list(params.logit_bias))
-        row[places] += torch.tensor(list(params.logit_bias.values())).to(row.dtype)
-    if request.new_tokens < params.min_new_tokens and request.matcher is None:
+        tokens = torch.tensor(list(params.logit_bias))
+        row[tokens] += torch.tensor(list(params.logit_bias.values())).to(row.dtype)
+    early = request.new_tokens + place.ahead < params.min_new_tokens
+    if early and request.matcher is None:
         ends = sorted({*request.ends, *params.stop_token_ids})
         row[
             torch.tensor([end for end in ends if end < row.numel()], dtype=torch.int64)
         ] = -torch.inf
-    if request.matcher is not None:
-        request.matcher.apply(row)
+    if rules and request.matcher is not None:
+        request.matcher.apply(row, place.ahead)
 
 
 def _logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:

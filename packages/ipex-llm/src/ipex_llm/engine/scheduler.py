@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ipex_llm.engine.request import Request
+
+#: Most guessed tokens of a step: each has a row of logits, which takes memory with a large vocabulary.
+_DRAFTS = 128
 
 
 class Scheduler:
@@ -22,11 +25,18 @@ class Scheduler:
         max_num_seqs: Most requests that run at the same time.
         max_tokens: Most tokens of a step, at least ``max_num_seqs``.
         switch: Length above which a sequence is computed in another way from its first token on; None: at no length.
+        guesses: Returns how many tokens to guess for a request; None: no tokens are guessed.
     """
 
     def __init__(
-        self, pool: BlockPool, max_num_seqs: int, max_tokens: int, switch: int | None = None
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_tokens: int,
+        switch: int | None = None,
+        guesses: Callable[[Request], int] | None = None,
     ) -> None:
+        self._guesses = guesses
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_tokens = max_tokens
@@ -58,8 +68,37 @@ class Scheduler:
                 budget -= count
             index += 1
         if self.preemptions == before:
-            self._admit(chosen, budget)
+            budget = self._admit(chosen, budget)
+        if self._guesses is not None:
+            self._make_room_for_drafts(chosen, budget)
         return chosen
+
+    def _make_room_for_drafts(self, chosen: list[tuple[Request, int]], budget: int) -> None:
+        """Take places for the tokens that can be guessed; no request gives way for them."""
+        assert self._guesses is not None
+        size = self.pool.block_size
+        budget = min(budget, _DRAFTS)
+        for request, count in chosen:
+            request.room, request.drafts = 0, []
+            if count != 1 or request.missing != 1 or request.new_tokens == 0:
+                continue
+            wanted = min(self._guesses(request), budget, request.limit - len(request.tokens) - 1)
+            if self.switch is not None and not request.long:
+                wanted = min(wanted, self.switch - len(request.tokens))
+            # A block for each that runs stays free, as for those that come.
+            free = max(self.pool.available - len(self.running), 0) + len(request.blocks)
+            request.room = max(min(wanted, free * size - len(request.tokens)), 0)
+            needed = -(-(len(request.tokens) + request.room) // size) - len(request.blocks)
+            request.blocks += [self.pool.take() for _ in range(needed)]
+            budget -= request.room
+
+    def trim(self, request: Request) -> None:
+        """Give up the blocks behind the tokens of a running request: the places of drafts that were wrong."""
+        kept = -(-len(request.tokens) // self.pool.block_size)
+        if request.row >= 0 and kept < len(request.blocks):
+            self.pool.give_back(request.blocks[kept:])
+            del request.blocks[kept:]
+            request.written = min(request.written, kept)
 
     def _switch_lengths(self, switch: int) -> None:
         """Restart requests that are beyond the switch now."""
@@ -88,7 +127,8 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.appendleft(request)
 
-    def _admit(self, chosen: list[tuple[Request, int]], budget: int) -> None:
+    def _admit(self, chosen: list[tuple[Request, int]], budget: int) -> int:
+        """Begin requests that wait; return what is left of the budget."""
         size = self.pool.block_size
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             request = self.waiting[0]
@@ -112,6 +152,7 @@ class Scheduler:
             count = min(request.missing, budget, request.most)
             chosen.append((request, count))
             budget -= count
+        return budget
 
     def advance(self, request: Request, count: int) -> None:
         """Note that ``count`` more tokens are in the cache, and let others find the blocks that are full."""

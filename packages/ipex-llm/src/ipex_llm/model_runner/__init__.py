@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from ipex_llm.model_runner.dense import (
     WeightStore,
     call_linear,
 )
+from ipex_llm.model_runner.lora import Adapter, LoraSites, PackedLinear
 from ipex_llm.model_runner.program import Emitter, Mode
 from ipex_quant.kv_cache import KVCacheScales
 
@@ -83,8 +84,10 @@ class Runner:
         self.store = WeightStore(dtype, shared)
         try:
             self.emitter = Emitter(plan, self.store)
-            #: Programs by (mode, with logits, cache dtype, with the states of all layers).
+            #: Programs by (mode, with logits, cache dtype, with the states of all layers), without adapters and with.
             self._programs: dict[tuple[Mode, bool, torch.dtype | None, bool], Program] = {}
+            self._lora_programs: dict[tuple[Mode, bool, torch.dtype | None, bool], Program] = {}
+            self._lora: LoraSites | None = None
             self._program(
                 "decode", plan.head is not None, None
             )  # what cannot be written raises here
@@ -102,13 +105,31 @@ class Runner:
         self._lock = threading.Lock()
 
     def _program(
-        self, mode: Mode, logits: bool, cache: torch.dtype | None, states: bool = False
+        self,
+        mode: Mode,
+        logits: bool,
+        cache: torch.dtype | None,
+        states: bool = False,
+        lora: LoraSites | None = None,
     ) -> Program:
         key = (mode, logits, cache, states)
-        program = self._programs.get(key)
+        programs = self._programs if lora is None else self._lora_programs
+        program = programs.get(key)
         if program is None:
-            program = self._programs[key] = self.emitter.program(*key, self._scales(cache))
+            program = programs[key] = self.emitter.program(*key, self._scales(cache), lora)
         return program
+
+    # -------------------------------------------------------------------------------------------------------- adapters
+
+    def linears(self) -> list[PackedLinear]:
+        """Return the packed weights that adapters may add to."""
+        return list(self.emitter.linears())
+
+    def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
+        """Let rows of `forward` have these adapters, by their number; None for a number that is free."""
+        found = any(adapter is not None for adapter in adapters)
+        self._lora_programs = {}
+        self._lora = LoraSites(self.emitter.linears(), adapters, self.dtype) if found else None
 
     def _scales(self, dtype: torch.dtype | None) -> tuple[tuple[float, float], ...] | None:
         """Return the scales of the layers of a cache, if it has them."""
@@ -165,6 +186,7 @@ class Runner:
         rows: Tensor | None = None,
         length: int | None = None,
         states: bool = False,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Run new tokens of some sequences and return logits.
 
@@ -179,6 +201,7 @@ class Runner:
             rows: int64 ``[R]``, the tokens that get logits; None: the last one of each sequence.
             length: Length of the sequences that angles of rotation may depend on; None: of the longest one.
             states: Return what the head reads instead, for all tokens.
+            adapters: int64 ``[T]``, numbers of `set_adapters`, -1 for rows without; None: no row has one.
 
         Returns:
             Logits ``[R, vocab_size]``, or states ``[T, H]``, in the dtype of the model.
@@ -192,7 +215,12 @@ class Runner:
         most = 1 if singles else int((query_starts[1:] - query_starts[:-1]).max())
         step = Step(slot_mapping, block_tables, query_starts, context_lens, longest, most, singles)
         hidden = self.embed(tokens, positions)
-        return self.run(cache, hidden, positions, step, rows, logits=not states, length=length)
+        return self.run(
+            *(cache, hidden, positions, step, rows),
+            logits=not states,
+            length=length,
+            adapters=adapters,
+        )
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the rows ``[T, H]`` that the first layer reads."""
@@ -231,6 +259,7 @@ class Runner:
         logits: bool = False,
         states: list[Tensor] | None = None,
         length: int | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Run rows ``[T, H]`` through the stack; see `forward`.
 
@@ -242,7 +271,8 @@ class Runner:
         """
         mode: Mode = "decode" if step.singles else "prefill"
         own = None if cache.dtype == self.dtype else cache.dtype
-        program = self._program(mode, logits, own, states is not None)
+        lora = None if adapters is None else self._lora
+        program = self._program(mode, logits, own, states is not None, lora)
         inputs: list[Any] = [hidden, positions, step.slots, step.tables]
         if step.singles:
             inputs.append(step.lengths)
@@ -264,6 +294,8 @@ class Runner:
         inputs += [cache.block_size, step.longest]
         if not step.singles:
             inputs.append(step.most)
+        if lora is not None:
+            inputs.append(adapters)
         result, *between = program.run(*inputs)
         if states is not None:
             states += [*between, result]

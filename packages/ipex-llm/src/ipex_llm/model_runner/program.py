@@ -48,6 +48,7 @@ from ipex_llm.model_runner.dense import (
     check_packable,
 )
 from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
+from ipex_llm.model_runner.lora import LoraSites, PackedLinear, write_linear
 from ipex_quant.weight_only.linear import WoqLinearModule
 
 Tensor = torch.Tensor
@@ -143,14 +144,16 @@ class Emitter:
         cache_dtype: torch.dtype | None = None,
         states: bool = False,
         cache_scales: Sequence[tuple[float, float]] | None = None,
+        lora: LoraSites | None = None,
     ) -> Program:
         """Write a program.
 
         Its inputs are ``hidden`` [T, H] (embeddings of the tokens), ``positions`` [T], ``slots`` [T], ``tables``
         [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R]
         with ``logits``; cosines and sines of each rotation; the factors on queries [T, 1, 1] of each temperature; the
-        tensors of the cache layer by layer; and the integers
-        ``block_size``, ``max_context`` and (prefill) ``max_query``.
+        tensors of the cache layer by layer; the integers
+        ``block_size``, ``max_context`` and (prefill) ``max_query``; and with ``lora`` the number of the adapter of each
+        row, ``adapters`` [T], -1 for none.
 
         Args:
             mode: See `ipex_llm.model_runner.program`.
@@ -159,8 +162,31 @@ class Emitter:
             states: Return what each layer read as well (not with ``logits``).
             cache_scales: Scales of keys and values of each layer of a cache of 8-bit numbers. Without them an int8
                 cache has tensors with a scale for each row.
+            lora: What adapters add to linear layers, None for a program without them.
         """
-        return Writer(self, mode, logits, cache_dtype, states, cache_scales).write()
+        return Writer(self, mode, logits, cache_dtype, states, cache_scales, lora).write()
+
+    def linears(self) -> Iterator[PackedLinear]:
+        """Yield the packed weights of the layers, but for routers and experts."""
+        for layer, packed in zip(self.plan.layers, self.layers, strict=True):
+            attention = layer.attention
+            yield PackedLinear(packed.qkv, (attention.qkv,), False)
+            yield PackedLinear(packed.output, (attention.output,), False)
+            if packed.latent is not None and packed.latent.query is not None:
+                assert attention.latent is not None and attention.latent.query is not None
+                yield PackedLinear(packed.latent.query, (attention.latent.query,), False)
+            mlp = layer.mlp.shared if isinstance(layer.mlp, ExpertsPlan) else layer.mlp
+            if mlp is None:
+                continue
+            yield PackedLinear(packed.mlp[-1], (mlp.down,), False)
+            gated = mlp.activation in GATES
+            if mlp.gate is not None and gated:
+                yield PackedLinear(packed.mlp[0], (mlp.gate, mlp.up), True)
+            elif mlp.gate is not None:
+                yield PackedLinear(packed.mlp[0], (mlp.gate,), False)
+                yield PackedLinear(packed.mlp[1], (mlp.up,), False)
+            else:
+                yield PackedLinear(packed.mlp[0], (mlp.up,), mlp.fused and gated)
 
     def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias of a norm."""
@@ -284,8 +310,10 @@ class Writer:
         cache_dtype: torch.dtype | None,
         states: bool = False,
         cache_scales: Sequence[tuple[float, float]] | None = None,
+        lora: LoraSites | None = None,
     ) -> None:
         self.e = emitter
+        self.lora = lora
         self.plan = emitter.plan
         self.mode = mode
         self.logits = logits
@@ -315,6 +343,8 @@ class Writer:
         self.max_context = b.input_int("max_context")
         if mode == "prefill":
             self.max_query = b.input_int("max_query")
+        if lora is not None:
+            self.adapters = b.input("adapters")
 
     def scales_of(self, index: int) -> dict[str, Any]:
         """Return the arguments of ops on the cache of a layer that say what its numbers stand for."""
@@ -361,6 +391,9 @@ class Writer:
     # ----------------------------------------------------------------------------------------------------- small parts
 
     def linear(self, weight: Linear, x: Register, **post: Any) -> Register:
+        site = None if self.lora is None else self.lora.site(weight)
+        if site is not None:
+            return write_linear(self, weight, site, x, **post)
         bias = None if weight.bias is None else self.b.constant(weight.bias)
         w = self.b.constant(weight.weight)
         result: Register = self.b.call(

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +41,7 @@ from ipex_llm.entrypoints.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from ipex_llm.engine import SpeculativeConfig
     from ipex_llm.model_loader import quantize as work
 
 __all__ = ["app", "generate", "make_model", "quantize", "serve"]
@@ -239,6 +244,57 @@ def serve(
             min=0, help="Memory for the cache of keys and values (default: half of what is free)."
         ),
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Guess tokens and check several at once, which changes no output:"
+            ' {"method": "ngram"} or {"model": "FOLDER"}, with num_speculative_tokens, prompt_lookup_min,'
+            " prompt_lookup_max, disable_by_batch_size, min_acceptance.",
+        ),
+    ] = None,
+    prompt_lookup: Annotated[
+        bool,
+        typer.Option(
+            "--prompt-lookup", help="Guess what followed the last tokens earlier in the text."
+        ),
+    ] = False,
+    speculative_model: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of a smaller model with the same vocabulary, which guesses tokens.",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens that are guessed at a time (default: 4).")
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="LoRA adapter in peft's form, for requests with this model name. Can be repeated.",
+        ),
+    ] = None,
+    max_loras: Annotated[
+        int, typer.Option(min=1, help="Most adapters that are loaded at the same time.")
+    ] = 8,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
+    lora_any_base: Annotated[
+        bool,
+        typer.Option(
+            "--lora-any-base", help="Take adapters that name another base model, if they fit."
+        ),
+    ] = False,
+    allow_runtime_lora: Annotated[
+        bool,
+        typer.Option(
+            "--allow-runtime-lora",
+            help="Clients may load and drop adapters by paths of this machine (/v1/load_lora_adapter)."
+            " Needs --api-key-file.",
+        ),
+    ] = False,
     max_body_kib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 1024,
     max_prompt_chars: Annotated[
         int | None,
@@ -292,11 +348,22 @@ def serve(
                 f"anybody who reaches {host} can use this server: see --api-key-file",
                 style="yellow",
             )
+        if allow_runtime_lora and key is None:
+            raise ValueError("serve: --allow-runtime-lora must be with --api-key-file, got no key")
+        bases = () if lora_any_base else base_names(model, name)
+        adapters = read_lora_options(lora or (), name or model.resolve().name)
+        speculative = read_speculation(
+            speculative_config, prompt_lookup, speculative_model, num_speculative_tokens
+        )
         tokenizer = load_tokenizer(model, trust_remote_code)
         encoder = encoder_class(model)
         pooling = read_pooling(model, encoder is not None)
         engine: Engine | EncoderEngine
         if encoder is not None:
+            if speculative is not None:
+                raise ValueError("serve: speculation must have a decoder, got an encoder")
+            if adapters or allow_runtime_lora:
+                raise ValueError("serve: --lora must have a decoder, got an encoder")
             engine = EncoderEngine(
                 load_encoder(model, encoder, dtype, trust_remote_code),
                 tokenizer,
@@ -305,13 +372,27 @@ def serve(
             )
             about = f"an encoder, texts of at most {engine.max_model_len:,} tokens"
         else:
+            if speculative is not None and speculative.model is not None:
+                draft = load_model(
+                    Path(speculative.model), dtype, group_size, trust_remote_code=trust_remote_code
+                )
+                speculative = dataclasses.replace(speculative, model=draft)
             engine = Engine(
                 load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
                 tokenizer,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
+                speculative_config=speculative,
+                max_loras=max_loras,
+                max_lora_rank=max_lora_rank,
             )
+            for lora_name, folder in adapters.items():
+                try:
+                    engine.load_lora(lora_name, folder, base_names=bases)
+                except ValueError as error:
+                    what = f"--lora {lora_name} must have an adapter that fits"
+                    raise ValueError(f"serve: {what}, got {folder}: {error}") from error
             about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
 
@@ -325,6 +406,8 @@ def serve(
             hosts=hosts,
             pooling=pooling,
             log_requests=log_requests,
+            base_names=bases,
+            runtime_lora=allow_runtime_lora,
         )
         if log_requests:
             lines = logging.getLogger("ipex.requests")
@@ -344,6 +427,88 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=grace,
         )
+
+
+def read_speculation(
+    text: str | None, lookup: bool, model: Path | None, tokens: int | None
+) -> SpeculativeConfig | None:
+    """Return what the options of `serve` say of speculation, None if they say nothing.
+
+    Args:
+        text: ``--speculative-config``; the others cannot be beside it.
+        lookup: ``--prompt-lookup``.
+        model: ``--speculative-model``.
+        tokens: ``--num-speculative-tokens``.
+
+    Raises:
+        ValueError: They do not fit each other, or a value is wrong.
+    """
+    from ipex_llm.engine import SpeculativeConfig
+
+    if text is not None:
+        for option, given in (
+            ("--prompt-lookup", lookup),
+            ("--speculative-model", model is not None),
+            ("--num-speculative-tokens", tokens is not None),
+        ):
+            if given:
+                raise ValueError(
+                    f"serve: {option} must be left out, got it with --speculative-config"
+                )
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"serve: --speculative-config must be JSON, got {error}") from None
+        if not isinstance(found, dict):
+            got = type(found).__name__
+            raise ValueError(f"serve: --speculative-config must be an object, got {got}")
+        if not isinstance(found.get("model"), (str, type(None))):
+            got = type(found["model"]).__name__
+            raise ValueError(f"SpeculativeConfig: model must be the folder of a model, got {got}")
+        return SpeculativeConfig.of(found)
+    if lookup and model is not None:
+        raise ValueError("serve: --prompt-lookup must be without --speculative-model, got both")
+    if not lookup and model is None:
+        if tokens is not None:
+            raise ValueError(
+                "serve: --num-speculative-tokens must be beside --prompt-lookup or"
+                " --speculative-model, got neither"
+            )
+        return None
+    options: dict[str, Any] = {} if tokens is None else {"num_speculative_tokens": tokens}
+    return SpeculativeConfig(model=None if model is None else str(model), **options)
+
+
+def read_lora_options(values: Sequence[str], served: str) -> dict[str, str]:
+    """Return the folders of ``--lora NAME=FOLDER`` by name.
+
+    Args:
+        values: What was given.
+        served: The name of the model, which no adapter can have.
+
+    Raises:
+        ValueError: A value has another form, or a name is there twice.
+    """
+    found: dict[str, str] = {}
+    for value in values:
+        name, equal, folder = value.partition("=")
+        if not (name and equal and folder):
+            raise ValueError(f"serve: --lora must be NAME=FOLDER, got {value!r}")
+        if name == served or name in found:
+            raise ValueError(f"serve: --lora must have a name of its own, got {name!r} twice")
+        found[name] = folder
+    return found
+
+
+def base_names(folder: Path, name: str | None) -> tuple[str, ...]:
+    """Return the names that an adapter may have for the model of a folder."""
+    from ipex_quant.util.safetensors import CheckpointError, read_config
+
+    found = [str(folder.absolute()), str(folder.resolve())]
+    with contextlib.suppress(CheckpointError):
+        own = read_config(folder).get("_name_or_path")
+        found += [own] if isinstance(own, str) and own else []
+    return tuple(dict.fromkeys([*found, *([] if name is None else [name])]))
 
 
 def read_key(file: Path) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -156,28 +157,55 @@ class _Matcher:
         self._inner = inner
         self._vocab = vocab
         self._bits = torch.zeros(-(-vocab // 32), dtype=torch.int32)
-        self.allowed = torch.zeros(vocab, dtype=torch.bool)
+        #: What may come at the next place, and behind each of the drafts that may come.
+        self._places: list[torch.Tensor] = []
         self.done = False
         self.error: str | None = None
 
-    def fill(self) -> None:
-        inner, bits = self._inner, self._bits
+    @property
+    def allowed(self) -> torch.Tensor:
+        """The tokens that may come next, bool ``[vocab]``."""
+        return self._places[0]
+
+    def fill(self, drafts: Sequence[int] = ()) -> None:
         begun = time.monotonic()
-        if self.error is None and not inner.is_error():
-            inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
-        if inner.is_error():
-            self.error = str(inner.get_error())
+        self._places = [self._next(self._inner)] if self.error is None else []
+        if self._inner.is_error():
+            self.error = str(self._inner.get_error())
         elif time.monotonic() - begun > _SLOWEST:
             self.error = f"more than {_SLOWEST:g} seconds for one token"
         if self.error is not None:
-            self.allowed = torch.zeros(self._vocab, dtype=torch.bool)
+            self._places = [torch.zeros(self._vocab, dtype=torch.bool)]
             return
+        if drafts:
+            self._look_ahead(drafts)
+
+    def _look_ahead(self, drafts: Sequence[int]) -> None:
+        """Find what may come behind drafts, on a copy; a limit that is met there only ends the look."""
+        ahead = self._inner.deep_copy()
+        begun = time.monotonic()
+        for token in drafts:
+            known = bool(self._places[-1][token]) and not ahead.is_stopped()
+            if not known or not ahead.consume_token(token) or ahead.is_stopped():
+                return
+            allowed = self._next(ahead)
+            if ahead.is_error() or time.monotonic() - begun > _SLOWEST:
+                return
+            self._places.append(allowed)
+
+    def _next(self, inner: Any) -> torch.Tensor:
+        bits = self._bits
+        if not inner.is_error():
+            inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
         places = torch.arange(8, dtype=torch.uint8)
         each = bits.view(torch.uint8).unsqueeze(1).bitwise_right_shift(places).bitwise_and(1)
-        self.allowed = each.view(-1)[: self._vocab].bool()
+        return each.view(-1)[: self._vocab].bool()
 
-    def apply(self, row: torch.Tensor) -> None:
-        row.masked_fill_(~self.allowed, -torch.inf)
+    def apply(self, row: torch.Tensor, ahead: int = 0) -> None:
+        if ahead < len(self._places):
+            row.masked_fill_(~self._places[ahead], -torch.inf)
+        else:
+            row.fill_(-torch.inf)
 
     def accept(self, token: int) -> None:
         if not self._inner.consume_token(token):

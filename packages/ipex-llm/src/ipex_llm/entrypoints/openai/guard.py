@@ -40,6 +40,7 @@ _BODIES = {
         "/detokenize",
     ),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }
 #: Paths that are counted by name; others together, so that clients cannot fill the memory with names.
 _PATHS = {*_BODIES, "/v1/models", "/metrics", "/health"}

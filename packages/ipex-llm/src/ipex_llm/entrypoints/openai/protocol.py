@@ -531,7 +531,7 @@ def wrong(text: str) -> PydanticCustomError:
 
 
 #: Words of the engine for fields.
-_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "lora": "model"}
 
 
 def field_of(error: BaseException, names: Mapping[str, str] = {}) -> str | None:

@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
-from ipex_llm.engine import StepOutput, TokenLogprobs
+from ipex_llm.engine import EngineStats, StepOutput, TokenLogprobs
 from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.entrypoints.openai import responses
 from ipex_llm.entrypoints.openai.chat import Parser, family_of, forced_parser
 from ipex_llm.entrypoints.openai.grammar import Grammars, Wanted
 from ipex_llm.entrypoints.openai.guard import Guard
 from ipex_llm.entrypoints.openai.job import Job, failure, submit
+from ipex_llm.entrypoints.openai.lora import Models, add_lora_paths
 from ipex_llm.entrypoints.openai.pooling import (
     Detokenize,
     EmbeddingRequest,
@@ -71,6 +72,8 @@ class Settings:
         hosts: Names that the header Host may have; None for any.
         pooling: How vectors and scores are made.
         log_requests: Write a line of JSON for each request to the logger ``ipex.requests``.
+        base_names: Names of the model that adapters may have for it; empty: any.
+        runtime_lora: Clients may load and drop adapters, with a path of this machine; only with a key.
     """
 
     name: str
@@ -82,6 +85,12 @@ class Settings:
     hosts: tuple[str, ...] | None = None
     pooling: PoolingConfig = dataclasses.field(default_factory=PoolingConfig)
     log_requests: bool = False
+    base_names: tuple[str, ...] = ()
+    runtime_lora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.runtime_lora and self.api_key is None:
+            raise ValueError("Settings: runtime_lora must be with an api_key, got none")
 
 
 def _response(error: ApiError) -> Response:
@@ -145,12 +154,12 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [api.model()]}
+        return {"object": "list", "data": api.models.list()}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        api.check_model(name)
-        return api.model()
+        api.models.check(name, adapters=True)
+        return api.models.entry(name)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -166,7 +175,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     async def respond(request: Request) -> Response:
         body = await read_body(ResponsesRequest, request, turn)
         chat = body.chat()
-        answer = Answer(settings.name, body)
+        answer = Answer(chat.model or settings.name, body)
         return await api.answer(request, chat, [[m.plain() for m in chat.messages]], True, answer)
 
     @app.post("/v1/embeddings")
@@ -196,6 +205,8 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         api.check_model(body.model)
         return JSONResponse(await worker.apart(lambda: body.answer(api.prompts, api.tokenizer)))
 
+    if settings.runtime_lora:
+        add_lora_paths(app, api.models, turn)
     return app
 
 
@@ -209,24 +220,14 @@ class _Api:
         self.tokenizer = worker.engine.tokenizer
         self.prompts = Prompts(worker.engine, settings.max_prompt_characters)
         self.grammars = Grammars(worker.engine)
+        self.models = Models(worker, settings.name, settings.base_names)
         self.pooled = Pooled(
             worker, settings.name, settings.pooling, self.prompts, self.check_model
         )
         self.family = family_of(str(getattr(self.tokenizer, "chat_template", None) or ""))
 
-    def model(self) -> dict[str, Any]:
-        return {
-            "id": self.settings.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "local",
-            "max_model_len": self.engine.max_model_len,
-        }
-
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.name:
-            text = f"the model {name[:100]!r} does not exist, only {self.settings.name!r}"
-            raise ApiError(404, text, param="model")
+        self.models.check(name)
 
     def check_generates(self) -> None:
         """Raise an error if the model writes no text."""
@@ -248,7 +249,7 @@ class _Api:
             ),
             "cache_blocks": ("Blocks of the cache.", now.blocks),
         }
-        counters = {
+        counters: dict[str, tuple[str, float]] = {
             "steps_total": ("Batches computed.", now.steps),
             "requests_finished_total": ("Requests that came to their end.", now.finished),
             "requests_cancelled_total": ("Requests that were cancelled.", now.cancelled),
@@ -266,6 +267,8 @@ class _Api:
             ),
             "vllm:generation_tokens_total": ("New tokens.", now.generated_tokens),
         }
+        if getattr(self.engine, "speculative_config", None) is not None:
+            counters |= _speculation(now)
         return worker.metrics.text(
             self.settings.name,
             {name: (text, float(value)) for name, (text, value) in gauges.items()},
@@ -289,7 +292,7 @@ class _Api:
             chat: Whether they are conversations.
             answer: Makes the answer, where it has another form.
         """
-        self.check_model(body.model)
+        lora = self.models.check(body.model, adapters=True)
         self.check_generates()
         refused = body.refused()
         if refused is not None:
@@ -308,6 +311,8 @@ class _Api:
             if wanted is not None:
                 self.grammars.check()
             params = [sampling_params(body, choice, most, default) for choice in range(body.n)]
+            if lora is not None:
+                params = [one.replace(lora=lora) for one in params]
             for prompt in prompts:
                 self.prompts.check(prompt, chat)
         except ValueError as error:
@@ -326,7 +331,7 @@ class _Api:
         requests = [
             (self.prompts.maker(prompt, chat, changes, **template), params) for prompt in prompts
         ]
-        reply = Reply(chat, self.settings.name, self.tokenizer)
+        reply = Reply(chat, lora or self.settings.name, self.tokenizer)
         job = Generation(self.worker, submit(self.worker, requests), body, prompts)
         with job.watching(request):
             await job.accept()
@@ -354,6 +359,20 @@ class _Api:
         if body.forced:
             return forced_parser(body.forced_name)
         return Parser(self.family, body.tool_names, "" if wanted is not None else text)
+
+
+def _speculation(now: EngineStats) -> dict[str, tuple[str, float]]:
+    """Return the counters of guessed tokens, with vLLM's names."""
+    name = "vllm:spec_decode_num"
+    found: dict[str, tuple[str, float]] = {
+        f"{name}_drafts_total": ("Times that tokens were guessed.", now.drafts),
+        f"{name}_draft_tokens_total": ("Guessed tokens.", now.draft_tokens),
+        f"{name}_accepted_tokens_total": ("Guessed tokens that were right.", now.accepted_tokens),
+    }
+    for place, count in enumerate(now.accepted_at):
+        about = "Guessed tokens that were right, by their place."
+        found[f'{name}_accepted_tokens_per_pos_total{{position="{place}"}}'] = (about, count)
+    return found
 
 
 class Generation(Job):

@@ -13,7 +13,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ipex_llm.engine import Engine, PoolingParams, SamplingParams, StepOutput
@@ -72,7 +72,7 @@ class Metrics:
 
         Args:
             model: Its name.
-            gauges: name -> (help, value).
+            gauges: name -> (help, value); a name may have labels behind it, ``name{label="value"}``.
             counters: Likewise.
         """
         lines: list[str] = []
@@ -80,13 +80,16 @@ class Metrics:
 
         def head(name: str, kind: str, text: str) -> str:
             full = name if ":" in name else f"ipex_llm_{name}"
-            lines.append(f"# HELP {full} {text}")
-            lines.append(f"# TYPE {full} {kind}")
+            if f"# TYPE {full} {kind}" not in lines:
+                lines.append(f"# HELP {full} {text}")
+                lines.append(f"# TYPE {full} {kind}")
             return full
 
         for kind, values in (("gauge", gauges), ("counter", counters)):
-            for name, (text, value) in values.items():
-                labels = f"{{{label}}}" if ":" in name else ""
+            for labeled, (text, value) in values.items():
+                name, _, extra = labeled.partition("{")
+                found = [label] * (":" in name) + [extra[:-1]] * bool(extra)
+                labels = f"{{{','.join(found)}}}" if found else ""
                 lines.append(f"{head(name, kind, text)}{labels} {value:.10g}")
         with self._lock:
             full = head("http_responses_total", "counter", "Responses by path and status.")
@@ -282,6 +285,19 @@ class Worker:
                 raise
             raise StoppedError(_STOPPED) from error
 
+    async def call(self, work: Callable[[], Value]) -> Value:
+        """Run something in the thread of the engine, between two steps.
+
+        Raises:
+            StoppedError: The server is shutting down.
+        """
+        result: Future[Value] = Future()
+        with self._lock:
+            if not self.alive:
+                raise StoppedError(_STOPPED)
+            self._commands.put(("call", (work, result)))
+        return await asyncio.wrap_future(result)
+
     def cancel(self, ticket: Ticket) -> None:
         """End a request, which may have ended already. Its place is free at once."""
         with self._lock:
@@ -346,11 +362,22 @@ class Worker:
                 return True
             block = False
             if command == "stop":
+                self._refuse_calls()
                 return False
             if command == "cancel":
                 self.engine.cancel(value)
+            elif command == "call":
+                _answer(*value)
             else:
                 self._add(*value)
+
+    def _refuse_calls(self) -> None:
+        """Fail the calls that came before the end but are behind it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command, value = self._commands.get(False)
+                if command == "call":
+                    value[1].set_exception(StoppedError(_STOPPED))
 
     def _add(self, ticket: Ticket, prompt: Prompt) -> None:
         if ticket.id not in self._tickets:
@@ -396,3 +423,13 @@ class Worker:
         for ticket in tickets:
             self.engine.cancel(ticket.id)
             self._end(ticket, Failed(failure))
+
+
+def _answer(work: Callable[[], Value], result: Future[Value]) -> None:
+    """Do the work of a call, unless nothing waits for it any more."""
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        result.set_result(work())
+    except Exception as error:
+        result.set_exception(error)
