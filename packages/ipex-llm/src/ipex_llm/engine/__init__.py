@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ipex_llm.engine.limits import (
+    DEFAULT_MEMORY_SHARE,
     cache_blocks,
     check_positive,
     check_prompt,
@@ -82,8 +83,9 @@ class Engine:
         max_model_len: Most tokens of prompt and output together; the context of the model if None.
         block_size: Tokens in a block of the cache; whole blocks are shared.
         num_blocks: Size of the cache in blocks.
-        cache_bytes: Size of the cache in bytes, instead of ``num_blocks``. With neither, half of the free memory, but
-            no more than ``max_num_seqs`` requests of the greatest length can use.
+        cache_bytes: Size of the cache in bytes, instead of ``num_blocks``.
+        memory_share: Part of the free memory that the cache takes with neither, but no more than ``max_num_seqs``
+            requests of the greatest length can use; above 0, at most 1.
         cache_dtype: Element type of the cache, the dtype of the model if None.
         prefix_reuse: Whether full blocks are shared and kept for later requests.
         eos_token_ids: Tokens that end an output; from the model's generation config or the tokenizer if None.
@@ -105,6 +107,7 @@ class Engine:
         block_size: int = 32,
         num_blocks: int | None = None,
         cache_bytes: int | None = None,
+        memory_share: float = DEFAULT_MEMORY_SHARE,
         cache_dtype: torch.dtype | None = None,
         prefix_reuse: bool = True,
         eos_token_ids: Iterable[int] | None = None,
@@ -122,6 +125,10 @@ class Engine:
         ):
             if optional is not None:
                 check_positive(name, optional)
+        if not 0 < memory_share <= 1:
+            raise ValueError(
+                f"Engine: memory_share must be above 0 and at most 1, got {memory_share}"
+            )
         if num_blocks is not None and cache_bytes is not None:
             raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
         self.runner = runner_of(model)
@@ -140,7 +147,7 @@ class Engine:
         )
         longest = -(-self.max_model_len // block_size)
         one = self.runner.cache_bytes(1, block_size, cache_dtype)
-        blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs)
+        blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs, memory_share)
         self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
         self._pool = BlockPool(blocks, block_size, prefix_reuse)
         budget = max(max_tokens_per_step, max_num_seqs)

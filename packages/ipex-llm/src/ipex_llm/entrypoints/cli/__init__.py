@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -34,6 +33,16 @@ from ipex_llm.entrypoints.cli.common import (
     load_tokenizer,
     quiet_transformers,
     set_threads,
+)
+from ipex_llm.entrypoints.cli.parallel import (
+    DataParallel,
+    EngineCores,
+    TensorParallel,
+    TracesEndpoint,
+    Uds,
+    end_with_parent,
+    log_lines,
+    serve_parallel,
 )
 
 if TYPE_CHECKING:
@@ -205,6 +214,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
+    ctx: typer.Context,
     model: Model,
     dtype: Dtype = "bf16",
     group_size: GroupSize = None,
@@ -236,9 +246,15 @@ def serve(
     cache_gib: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Memory for the cache of keys and values (default: half of what is free)."
+            min=0, help="Memory for the cache of keys and values (default: see --memory-share)."
         ),
     ] = None,
+    memory_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0001, max=1, help="Part of the free memory for the cache, without --cache-gib."
+        ),
+    ] = 0.5,
     max_body_kib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 1024,
     max_prompt_chars: Annotated[
         int | None,
@@ -265,6 +281,11 @@ def serve(
         bool,
         typer.Option("--log-requests", help="Write a line of JSON to standard error per request."),
     ] = False,
+    data_parallel: DataParallel = None,
+    engine_cores: EngineCores = None,
+    tensor_parallel: TensorParallel = 1,
+    otlp_traces_endpoint: TracesEndpoint = None,
+    uds: Uds = None,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -273,6 +294,11 @@ def serve(
     Decoders answer /v1/completions and /v1/chat/completions, and like encoders /v1/embeddings, /rerank and /v1/score.
     Besides, there are /tokenize, /detokenize, /v1/models, /metrics and /health.
     """
+    if data_parallel is not None:
+        serve_parallel(ctx)
+        return
+    if uds is not None:
+        end_with_parent()
     set_threads(threads)
     console = make_console(stderr=True)
     with errors():
@@ -285,9 +311,9 @@ def serve(
 
         key = None if api_key_file is None else read_key(api_key_file)
         hosts = None
-        if key is None and (host in _LOCAL or allowed_host):
+        if uds is None and key is None and (host in _LOCAL or allowed_host):
             hosts = (*_LOCAL, host, *(allowed_host or ()))
-        if host not in _LOCAL and key is None:
+        if host not in _LOCAL and key is None and uds is None:
             console.print(
                 f"anybody who reaches {host} can use this server: see --api-key-file",
                 style="yellow",
@@ -311,6 +337,7 @@ def serve(
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
+                memory_share=memory_share,
             )
             about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
@@ -327,17 +354,15 @@ def serve(
             log_requests=log_requests,
         )
         if log_requests:
-            lines = logging.getLogger("ipex.requests")
-            lines.setLevel(logging.INFO)
-            lines.addHandler(logging.StreamHandler())
-            lines.propagate = False
+            log_lines()
         app = create_app(Worker(engine, max_queue), settings)
         console.print(f"{settings.name}: {about}", highlight=False)
         uvicorn.run(
             app,
             host=host,
             port=port,
-            log_level="info",
+            uds=None if uds is None else str(uds),
+            log_level="info" if uds is None else "warning",
             access_log=False,
             http=protocol(request_timeout),
             ws="none",

@@ -62,6 +62,19 @@ class Metrics:
         with self._lock:
             self._responses[path, status] = self._responses.get((path, status), 0) + 1
 
+    def responses(self, name: str) -> list[str]:
+        """Return the lines that tell of responses.
+
+        Args:
+            name: Of the metric.
+        """
+        full = f"ipex_llm_{name}"
+        lines = [f"# HELP {full} Responses by path and status.", f"# TYPE {full} counter"]
+        with self._lock:
+            for (path, status), count in sorted(self._responses.items()):
+                lines.append(f'{full}{{path="{path}",status="{status}"}} {count}')
+        return lines
+
     def text(
         self,
         model: str,
@@ -88,10 +101,8 @@ class Metrics:
             for name, (text, value) in values.items():
                 labels = f"{{{label}}}" if ":" in name else ""
                 lines.append(f"{head(name, kind, text)}{labels} {value:.10g}")
+        lines += self.responses("http_responses_total")
         with self._lock:
-            full = head("http_responses_total", "counter", "Responses by path and status.")
-            for (path, status), count in sorted(self._responses.items()):
-                lines.append(f'{full}{{path="{path}",status="{status}"}} {count}')
             for name, histogram in self._histograms.items():
                 full = head(name, "histogram", _HISTOGRAMS[name])
                 count = 0
