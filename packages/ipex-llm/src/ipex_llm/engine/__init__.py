@@ -39,6 +39,7 @@ from ipex_llm.engine.params import (
     StepOutput,
     TokenLogprobs,
 )
+from ipex_llm.engine.ranks import follow, lead
 from ipex_llm.engine.request import Batch, BlockTables, Request, TextStream, choose
 from ipex_llm.engine.scheduler import BlockPool, Scheduler
 from ipex_llm.kv_cache import CacheMemoryError
@@ -54,6 +55,7 @@ __all__ = [
     "SamplingParams",
     "StepOutput",
     "TokenLogprobs",
+    "follow",
 ]
 
 #: Seconds that a step waits for the tokens that a grammar allows, where it has nothing else to do.
@@ -71,7 +73,8 @@ class Engine:
     get alone (the order of summation within a product depends on the size of the batch, which in bfloat16 may decide
     between two tokens that are equally likely).
 
-    An engine belongs to one thread at a time.
+    An engine belongs to one thread at a time. With a model that is divided among processes it is made on rank 0, and
+    the other ranks call `follow`.
 
     Args:
         model: A model that `ipex.llm.optimize` has prepared, or a runner.
@@ -131,7 +134,7 @@ class Engine:
             )
         if num_blocks is not None and cache_bytes is not None:
             raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
-        self.runner = runner_of(model)
+        self.runner = lead(runner_of(model))
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
         self.vocab_size: int = self.runner.vocab_size
@@ -162,6 +165,11 @@ class Engine:
         self._counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank of a divided model has ended, so that nothing can be computed any more."""
+        return bool(getattr(self.runner, "lost", False))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -442,9 +450,11 @@ class Engine:
         logprobs = tuple(request.logprobs[-1:])
         if reason is not None:
             self._end(request)
+        first = request.new_tokens == 1
         return StepOutput(
             *(request.id, (token,), text, reason is not None, reason, logprobs),
-            prompt_logprobs=tuple(request.prompt_logprobs) if request.new_tokens == 1 else (),
+            prompt_logprobs=tuple(request.prompt_logprobs) if first else (),
+            queued=request.admitted - request.arrived if first else None,
         )
 
     def generate(

@@ -170,6 +170,7 @@ class Request:
         self.long = False
         self.logprobs: list[TokenLogprobs] = []
         self.arrived = time.monotonic()
+        self.admitted = self.arrived
         self.first_token_at: float | None = None
         self._generator: torch.Generator | None = None
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
@@ -105,6 +106,7 @@ class Scheduler:
             request.blocks = found + [self.pool.take() for _ in range(fresh)]
             request.computed = len(found) * size
             if request.preemptions == 0:
+                request.admitted = time.monotonic()
                 request.cached_tokens = request.computed
             request.row = self._rows.pop()
             request.written = 0

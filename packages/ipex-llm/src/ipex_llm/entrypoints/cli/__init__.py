@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,7 @@ from ipex_llm.entrypoints.cli.parallel import (
     log_lines,
     serve_parallel,
 )
+from ipex_llm.entrypoints.cli.ranks import divided
 
 if TYPE_CHECKING:
     from ipex_llm.model_loader import quantize as work
@@ -301,7 +303,7 @@ def serve(
         end_with_parent()
     set_threads(threads)
     console = make_console(stderr=True)
-    with errors():
+    with errors(), contextlib.ExitStack() as stack:
         from ipex_llm.engine import Engine
         from ipex_llm.engine.encoder import EncoderEngine
         from ipex_llm.entrypoints.openai.guard import protocol
@@ -322,6 +324,10 @@ def serve(
         encoder = encoder_class(model)
         pooling = read_pooling(model, encoder is not None)
         engine: Engine | EncoderEngine
+        if encoder is not None and tensor_parallel > 1:
+            raise ValueError(
+                f"serve: tensor_parallel must be 1 for an encoder, got {tensor_parallel}"
+            )
         if encoder is not None:
             engine = EncoderEngine(
                 load_encoder(model, encoder, dtype, trust_remote_code),
@@ -331,8 +337,12 @@ def serve(
             )
             about = f"an encoder, texts of at most {engine.max_model_len:,} tokens"
         else:
+            load: dict[str, Any] = {"folder": model, "dtype": dtype, "group_size": group_size}
+            load["trust_remote_code"] = trust_remote_code
             engine = Engine(
-                load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
+                load_model(**load)
+                if tensor_parallel == 1
+                else stack.enter_context(divided(tensor_parallel, threads, **load)),
                 tokenizer,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
@@ -342,6 +352,11 @@ def serve(
             about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
 
+        traces = None
+        if otlp_traces_endpoint is not None:
+            from ipex_llm.entrypoints.openai.tracing import Tracer
+
+            traces = Tracer(otlp_traces_endpoint)
         settings = Settings(
             name=name or model.resolve().name,
             api_key=key,
@@ -352,6 +367,7 @@ def serve(
             hosts=hosts,
             pooling=pooling,
             log_requests=log_requests,
+            traces=traces,
         )
         if log_requests:
             log_lines()

@@ -27,7 +27,16 @@ try:
 except ImportError as _error:
     raise MissingComponentError("the server needs uvicorn: pip install 'ipex[serve]'") from _error
 
-__all__ = ["EngineAbsent", "EngineGone", "EngineProcess", "Engines", "Place", "exchange", "places"]
+__all__ = [
+    "EngineAbsent",
+    "EngineGone",
+    "EngineProcess",
+    "Engines",
+    "Place",
+    "bound",
+    "exchange",
+    "places",
+]
 
 log = logging.getLogger("ipex")
 
@@ -313,7 +322,7 @@ class Engines:
         command = [*self._command, *self._arguments, "--uds", engine.socket]
         # It ends when its standard input does, so also if this process is killed. A session of its own: Ctrl+C in a
         # terminal must reach this process only, which lets requests finish.
-        with _bound(engine.place.cpus):
+        with bound(engine.place.cpus):
             engine.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, start_new_session=True
             )
@@ -378,7 +387,7 @@ class Engines:
 
 
 @contextlib.contextmanager
-def _bound(cpus: Sequence[int]) -> Iterator[None]:
+def bound(cpus: Sequence[int]) -> Iterator[None]:
     """Bind this thread, and so what it starts, within a block."""
     if not cpus or not hasattr(os, "sched_setaffinity"):
         yield

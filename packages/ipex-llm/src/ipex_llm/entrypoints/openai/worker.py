@@ -192,6 +192,8 @@ class Ticket:
     events: asyncio.Queue[Event]
     arrived: float
     last: float | None = None
+    first: float | None = None
+    queued: float | None = None
     running: bool = False  # the engine has it
 
     def send(self, event: Event) -> None:
@@ -231,7 +233,8 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether the thread runs and takes requests."""
-        return self._thread.is_alive() and not self._stopping
+        lost = getattr(self.engine, "lost", False)
+        return self._thread.is_alive() and not self._stopping and not lost
 
     @property
     def unfinished(self) -> int:
@@ -380,6 +383,7 @@ class Worker:
             return
         if output.tokens or output.vector is not None:
             if ticket.last is None:
+                ticket.first, ticket.queued = now, output.queued
                 self.metrics.observe("vllm:time_to_first_token_seconds", now - ticket.arrived)
             else:
                 self.metrics.observe("vllm:inter_token_latency_seconds", now - ticket.last)
