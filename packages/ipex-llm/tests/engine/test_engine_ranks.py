@@ -25,7 +25,7 @@ PROMPTS = [list(range(3, 3 + length)) for length in (1, 9, 30, 17)]
 def answers(model: Any) -> Any:
     """Return what an engine gives that is so small that requests give way."""
     engine = Engine(
-        model, block_size=4, num_blocks=24, max_num_seqs=3, max_tokens_per_step=11, eos_token_ids=()
+        model, block_size=4, num_blocks=16, max_num_seqs=3, max_tokens_per_step=11, eos_token_ids=()
     )
     params = [
         SamplingParams(max_new_tokens=20),

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,18 +44,14 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer, skip_special)
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._skip_special = skip_special
         self._tokens = list(context)
         self._start = 0  # the context that decoding begins with
         self._done = len(self._tokens)  # tokens whose text has been given out
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip_special))
 
     def add(self, token: int, last: bool = False) -> str:
         """Add a token and return the text that is certain by now.
@@ -102,6 +99,31 @@ class TextStream:
                     longest = length
                     break
         return longest
+
+
+def _decoder(tokenizer: Any, skip_special: bool) -> Callable[[list[int]], str]:
+    """Return a function that decodes tokens.
+
+    Args:
+        tokenizer: Of transformers, or another one.
+        skip_special: Special tokens have no text.
+    """
+    found = tokenizer
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if hasattr(backend, "decode") and _plain(tokenizer):
+        # What transformers does before its library is called takes longer than the library.
+        found = backend
+    return functools.partial(found.decode, skip_special_tokens=skip_special)
+
+
+def _plain(tokenizer: Any) -> bool:
+    """Return whether a tokenizer of transformers gives what its library gives."""
+    for name in ("decode", "_decode"):
+        owner = next((kind for kind in type(tokenizer).__mro__ if name in vars(kind)), object)
+        own = name in getattr(tokenizer, "__dict__", ())
+        if own or not owner.__module__.startswith("transformers.tokenization_utils"):
+            return False
+    return getattr(tokenizer, "clean_up_tokenization_spaces", True) is False
 
 
 def block_key(before: bytes, tokens: Sequence[int]) -> bytes:
@@ -354,8 +376,14 @@ def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:
         for request, row in zip(requests, logits, strict=True):
             if _changed(request):
                 _change(request, row)
-    # The maximum is NaN if anything is.
-    usable = logits.amax(-1).isfinite().tolist()
+    # The maximum is NaN if anything is, and what is the maximum is read once.
+    best = None
+    if all(request.params.greedy for request in requests):
+        best = torch.ops.ipex.argmax(logits)
+        most = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    else:
+        most = logits.amax(-1)
+    usable = most.isfinite().tolist()
     groups: dict[tuple[float, int, float, float] | None, list[int]] = {}
     for row, request in enumerate(requests):
         if not usable[row]:
@@ -365,7 +393,7 @@ def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:
     for group, rows in groups.items():
         part = logits if len(rows) == len(requests) else logits[rows]
         if group is None:
-            tokens = torch.ops.ipex.argmax(part)
+            tokens = best[rows] if best is not None else torch.ops.ipex.argmax(part)
         else:
             noise = torch.tensor([requests[row].noise() for row in rows], dtype=torch.float32)
             tokens = torch.ops.ipex.sample_token(part, noise, *group)

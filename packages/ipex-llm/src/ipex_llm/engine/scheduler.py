@@ -120,6 +120,8 @@ class Scheduler:
         size = self.pool.block_size
         full = request.computed // size
         request.computed += count
+        if request.computed // size == full:
+            return
         keys = request.extend_keys(size, request.computed)
         for block, key in zip(request.blocks[full : len(keys)], keys[full:], strict=True):
             self.pool.publish(block, key)
