@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -169,6 +170,46 @@ def test_an_engine_that_does_not_start():
         assert front.lifespan == ["startup.failed"] and front.router.failed
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_adapters_reach_all_engines():
+    """Without processes: of the requests to load and drop adapters."""
+    asked = []
+
+    class Engine(EngineProcess):
+        async def ask(self, target, body=None, seconds=0.0):
+            asked.append((self.index, target, body))
+            return (404, b"{}") if b"bad" in body else (200, b'"done"')
+
+    engines = SimpleNamespace(all=[Engine(i, Place((), None), "", True) for i in range(2)])
+    router = Router(engines, Metrics())
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def post(path, **body):
+        async def receive():
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        sent.clear()
+        await router({"type": "http", "method": "POST", "path": path}, receive, send)
+        return sent[0]["status"]
+
+    async def main():
+        load, drop = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+        assert await post(load, lora_name="a", lora_path="x") == 200
+        assert await post(load, lora_name="bad", lora_path="x") == 404
+        assert await post(load, lora_name="b", lora_path="y") == 200
+        assert await post(drop, lora_name="a") == 200
+        assert [index for index, *_ in asked] == [0, 1] * 4
+        asked.clear()
+        await engines.on_ready(engines.all[1])
+        assert asked == [(1, load.encode(), b'{"lora_name": "b", "lora_path": "y"}')]
+        engines.all[0].up = engines.all[1].up = False
+        assert await post(load, lora_name="c", lora_path="x") == 503
+
+    asyncio.run(main())
 
 
 def test_places():

@@ -365,25 +365,21 @@ def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:
 
     Args:
         requests: The requests, of which each may draw a random number.
-        logits: ``[R, vocab]``, a row for each request.
+        logits: ``[R, vocab]``, a row for each request. May be changed.
 
     Returns:
         R tokens; None for a row that no token can be chosen from, since it has NaN or infinity or no finite number.
     """
     original = logits
     if any(_changed(request) for request in requests):
-        logits = logits.clone()
+        if any(request.params.logprobs is not None for request in requests):
+            logits = logits.clone()
         for request, row in zip(requests, logits, strict=True):
             if _changed(request):
                 _change(request, row)
-    # The maximum is NaN if anything is, and what is the maximum is read once.
-    best = None
-    if all(request.params.greedy for request in requests):
-        best = torch.ops.ipex.argmax(logits)
-        most = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
-    else:
-        most = logits.amax(-1)
-    usable = most.isfinite().tolist()
+    best = torch.ops.ipex.argmax(logits)
+    # The maximum is NaN if anything is.
+    usable = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite().tolist()
     groups: dict[tuple[float, int, float, float] | None, list[int]] = {}
     for row, request in enumerate(requests):
         if not usable[row]:
@@ -393,7 +389,7 @@ def choose(requests: Sequence[Request], logits: Tensor) -> list[int | None]:
     for group, rows in groups.items():
         part = logits if len(rows) == len(requests) else logits[rows]
         if group is None:
-            tokens = best[rows] if best is not None else torch.ops.ipex.argmax(part)
+            tokens = best[rows]
         else:
             noise = torch.tensor([requests[row].noise() for row in rows], dtype=torch.float32)
             tokens = torch.ops.ipex.sample_token(part, noise, *group)

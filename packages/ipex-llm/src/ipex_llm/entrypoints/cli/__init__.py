@@ -212,6 +212,8 @@ def _report(prompt: int, count: int, loading: float, clock: _Clock) -> None:
 # -- ipex llm serve ---------------------------------------------------------------------------------------------------
 
 
+#: Seconds that a thread runs Python before another one gets its turn.
+_TURN = 0.0005
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -373,6 +375,8 @@ def serve(
             log_lines()
         app = create_app(Worker(engine, max_queue), settings)
         console.print(f"{settings.name}: {about}", highlight=False)
+        # A thread that reads a large request gives way soon: the engine's asks for its turn many times in a step.
+        sys.setswitchinterval(_TURN)
         uvicorn.run(
             app,
             host=host,

@@ -228,19 +228,28 @@ class EngineProcess:
     restarts: int = 0
     process: subprocess.Popen[bytes] | None = None
 
-    async def ask(self, target: bytes, method: bytes = b"GET") -> tuple[int, bytes]:
+    async def ask(
+        self, target: bytes, body: bytes | None = None, seconds: float = _LONGEST
+    ) -> tuple[int, bytes]:
         """Return status and body of an answer that comes soon.
+
+        Args:
+            target: Path.
+            body: JSON that is sent, or None.
+            seconds: Most that it may take.
 
         Raises:
             EngineGone: There is none.
         """
+        method = b"GET" if body is None else b"POST"
+        headers = [] if body is None else [(b"content-type", b"application/json")]
 
         async def asked() -> tuple[int, bytes]:
-            async with exchange(self.socket, method, target) as answer:
+            async with exchange(self.socket, method, target, headers, body or b"") as answer:
                 return answer.status, b"".join([part async for part in answer.body])
 
         try:
-            return await within(asked(), _LONGEST)
+            return await within(asked(), seconds)
         except asyncio.TimeoutError as error:
             raise EngineGone from error
 
@@ -253,6 +262,9 @@ class Engines:
         arguments: Of ``ipex llm serve`` for all of them.
         command: What runs, in front of the arguments.
         on_end: Called with an engine that has ended.
+
+    Attributes:
+        on_ready: Awaited with an engine that answers, before it gets requests.
     """
 
     def __init__(
@@ -267,6 +279,7 @@ class Engines:
         self._command = command
         self._tasks: list[asyncio.Task[None]] = []
         self.on_end = on_end
+        self.on_ready = _nothing
         self.stopping = False
         self.all = [
             EngineProcess(i, place, str(Path(self._folder, f"{i}.sock")))
@@ -334,6 +347,7 @@ class Engines:
             with contextlib.suppress(EngineGone):
                 status, _ = await engine.ask(b"/health")
                 if status == 200:
+                    await self.on_ready(engine)
                     engine.up = True
                     return True
             await asyncio.sleep(0.1)
@@ -384,6 +398,10 @@ class Engines:
             if status != 200:  # its thread has ended
                 log.error("engine %d takes no requests any more", engine.index)
                 return
+
+
+async def _nothing(engine: EngineProcess) -> None:
+    pass
 
 
 @contextlib.contextmanager

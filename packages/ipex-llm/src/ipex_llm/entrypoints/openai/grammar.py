@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections import OrderedDict
@@ -133,7 +134,7 @@ class Grammars:
         if first.error is not None:
             text = " ".join(first.error.split())
             raise ValueError(f"{wanted.field} must be a valid, simple {wanted.kind}, got: {text}")
-        if not bool(first.allowed.any()):
+        if first.empty:
             raise ValueError(
                 f"{wanted.field} must allow some output, got a {wanted.kind} that nothing fits"
             )
@@ -149,6 +150,14 @@ class _Compiled:
         return _Matcher(self.start.deep_copy(), self.vocab)
 
 
+@functools.cache
+def _table(dtype: torch.dtype) -> Any:
+    """Return for each byte of a mask what is added to 8 logits: 0, or minus infinity for a bit that is not set."""
+    bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and(1)
+    values = torch.zeros(256, 8, dtype=dtype).masked_fill_(bits == 0, -torch.inf)
+    return values.view(torch.uint8).numpy().view("u8")
+
+
 class _Matcher:
     """One output on its way through a grammar; see `ipex_llm.engine.Matcher`."""
 
@@ -156,9 +165,26 @@ class _Matcher:
         self._inner = inner
         self._vocab = vocab
         self._bits = torch.zeros(-(-vocab // 32), dtype=torch.int32)
-        self.allowed = torch.zeros(vocab, dtype=torch.bool)
+        self._prepare(torch.float32)
         self.done = False
         self.error: str | None = None
+
+    def _prepare(self, dtype: torch.dtype) -> None:
+        """Make room for what is added to logits of a dtype."""
+        self._mask = torch.zeros(32 * self._bits.numel(), dtype=dtype)
+        self._added = self._mask[: self._vocab]
+        self._expand()
+
+    def _expand(self) -> None:
+        table = _table(self._mask.dtype)
+        into = self._mask.view(torch.uint8).numpy().view("u8").reshape(-1, table.shape[1])
+        # By 8 tokens at once: operations on each take longer than the mask itself.
+        table.take(self._bits.view(torch.uint8).numpy(), axis=0, out=into, mode="clip")
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token may come."""
+        return not bool(self._bits.any())
 
     def fill(self) -> None:
         inner, bits = self._inner, self._bits
@@ -170,14 +196,14 @@ class _Matcher:
         elif time.monotonic() - begun > _SLOWEST:
             self.error = f"more than {_SLOWEST:g} seconds for one token"
         if self.error is not None:
-            self.allowed = torch.zeros(self._vocab, dtype=torch.bool)
-            return
-        places = torch.arange(8, dtype=torch.uint8)
-        each = bits.view(torch.uint8).unsqueeze(1).bitwise_right_shift(places).bitwise_and(1)
-        self.allowed = each.view(-1)[: self._vocab].bool()
+            bits.zero_()
+        self._expand()
 
     def apply(self, row: torch.Tensor) -> None:
-        row.masked_fill_(~self.allowed, -torch.inf)
+        if row.dtype != self._mask.dtype:
+            self._prepare(row.dtype)
+        # Some times as fast as `masked_fill_`. What is not finite stays so, and ends the request.
+        row.add_(self._added)
 
     def accept(self, token: int) -> None:
         if not self._inner.consume_token(token):

@@ -35,6 +35,8 @@ _SHORTEST = 64
 _KEPT = 1 << 16
 #: Requests that an engine may have beside twice the least before a prefix that it knows counts no more.
 _SLACK = 4
+#: What concerns all engines, and seconds that it may take.
+_LOAD, _UNLOAD, _LOADING = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", 120.0
 #: Headers of a connection, which end here; and the name of a request, which `Guard` adds.
 _OWN = {
     *(b"connection", b"transfer-encoding", b"content-length", b"host", b"keep-alive", b"upgrade"),
@@ -162,6 +164,9 @@ class Router:
         self.prefixes = Prefixes()
         self.failed = False
         engines.on_end = lambda engine: self.prefixes.forget(engine.index)
+        engines.on_ready = self._adapt
+        #: Names and requests of adapters that were loaded while it ran.
+        self._adapters: dict[str, bytes] = {}
         self._turn = asyncio.Semaphore(1)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -173,6 +178,8 @@ class Router:
                 await self._health(send)
             elif scope["method"] == "GET" and scope["path"] == "/metrics":
                 await self._metrics(send)
+            elif scope["method"] == "POST" and scope["path"] in (_LOAD, _UNLOAD):
+                await self._to_all(scope, receive, send)
             else:
                 await self._pass(scope, receive, send)
         except ApiError as error:
@@ -227,6 +234,35 @@ class Router:
                 for e in self.engines.all
             ]
         return "\n".join([*lines, *self.metrics.responses("router_responses_total")]) + "\n"
+
+    async def _to_all(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Have all engines load or drop an adapter; the answer is the first that is an error, if there is one."""
+        body = (await receive()).get("body", b"")
+        target = scope["path"].encode()
+        try:
+            found = [await engine.ask(target, body, _LOADING) for engine in self._up()]
+        except EngineGone:
+            text = "an engine ended: send the request again"
+            raise ApiError(503, text, "server_error") from None
+        if not found:
+            raise ApiError(503, "no engine is up: send the request again", "server_error")
+        status, text = next((answer for answer in found if answer[0] != 200), found[0])
+        if status == 200:
+            name = str(json.loads(body).get("lora_name"))
+            self._adapters.pop(name, None)
+            if target == _LOAD.encode():
+                self._adapters[name] = body
+        await _send(send, status, [(b"content-type", b"application/json")], text)
+
+    async def _adapt(self, engine: EngineProcess) -> None:
+        """Load adapters into an engine that starts again."""
+        for name, body in list(self._adapters.items()):
+            try:
+                status, _ = await engine.ask(_LOAD.encode(), body, _LOADING)
+            except EngineGone:
+                return
+            if status != 200:
+                log.error("engine %d could not load the adapter %s again", engine.index, name)
 
     def _up(self) -> list[EngineProcess]:
         return [engine for engine in self.engines.all if engine.up]
