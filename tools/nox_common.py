@@ -48,6 +48,8 @@ SMALL_TOOLS = ("accelerate", "gguf", "optuna", "peft")
 SERVE_TOOLS = ("fastapi", "uvicorn", "httpx", "llguidance")
 # Clients of the server, of other projects.
 CLIENTS = ("openai", "langchain-openai", "litellm", "lm-eval", "guidellm")
+# What the server sends spans with.
+TRACES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 # A file of tests stays with one worker: its fixtures are models and compiled graphs.
 WORKERS = ("--numprocesses=logical", "--maxprocesses=8", "--dist=loadfile")
 # Two threads each, since some tests need more than one; waiting ones must not keep the other workers from running.

@@ -19,6 +19,7 @@ from nox_common import (
     ROOT,
     SERVE_TOOLS,
     TEST_TOOLS,
+    TRACES,
     WORKER_ENV,
     WORKERS,
     XPU,
@@ -62,10 +63,13 @@ def tests_integrations(session: nox.Session) -> None:
 
 @nox.session(default=False, requires=["wheels_native"])
 def clients(session: nox.Session) -> None:
-    """Ask the server with the clients of other projects: openai, LangChain, LiteLLM, lm-eval, GuideLLM."""
+    """Ask the server with the clients of other projects: openai, LangChain, LiteLLM, lm-eval, GuideLLM; test traces."""
     prepare(session)
-    install_wheels(session, PACKAGES, *TEST_TOOLS, *SERVE_TOOLS, *CLIENTS, extras="[cpu,serve]")
-    session.run("pytest", "tests/test_clients.py", *session.posargs)
+    tools = (*TEST_TOOLS, *SERVE_TOOLS, *CLIENTS, *TRACES)
+    install_wheels(session, PACKAGES, *tools, extras="[cpu,serve]")
+    traces = "packages/ipex-llm/tests/entrypoints/test_serve_traces.py"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    session.run("pytest", "tests/test_clients.py", traces, *session.posargs, env=offline)
 
 
 #: What tests of IPEX import beside torch; of the other packages, those that lack are told by the table.

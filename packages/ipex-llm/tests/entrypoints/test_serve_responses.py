@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 
 from entrypoints.test_serve_fields import ask, parts, serve  # noqa: F401
 
+from ipex_llm.entrypoints.openai.responses import ResponsesRequest
+
 PATH = "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 6}
 
@@ -86,6 +88,52 @@ def test_calls_and_what_they_returned(parts):  # noqa: F811
         assert json.loads(answer["output"][0]["content"][0]["text"])["a"] in (1, 2)
 
 
+def test_log_probabilities_and_what_is_echoed(parts):  # noqa: F811
+    server = serve(parts, eos_token_ids=())
+
+    @server
+    async def _(client):
+        chat = {"messages": [{"role": "user", "content": "fox"}], "temperature": 0, "max_tokens": 6}
+        found = await ask(client, "/v1/chat/completions", **chat, logprobs=True, top_logprobs=2)
+        expected = found["choices"][0]["logprobs"]["content"]
+
+        def same(entries):
+            assert [e["token"] for e in entries] == [e["token"] for e in expected]
+            for one, other in zip(entries, expected, strict=True):
+                assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+                assert len(one["top_logprobs"]) == len(other["top_logprobs"]) == 2
+
+        body = {**GREEDY, "input": "fox", "include": ["message.output_text.logprobs"]}
+        body["top_logprobs"] = 2
+        answer = await ask(client, PATH, **body)
+        (part,) = answer["output"][0]["content"]
+        assert len(expected) == 6
+        same(part["logprobs"])
+        made = events(await client.post(PATH, json={**body, "stream": True}))
+        deltas = [e["logprobs"] for e in made if e["type"].endswith("text.delta")]
+        done = next(e for e in made if e["type"].endswith("text.done"))
+        same(done["logprobs"])
+        told = [entry for delta in deltas for entry in delta]
+        assert told == done["logprobs"][: len(told)] and len(told) > 1
+        same(made[-1]["response"]["output"][0]["content"][0]["logprobs"])
+        more = {"metadata": {"a": "b"}, "store": True, "truncation": "disabled"}
+        more |= {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}
+        more |= {"user": "x", "service_tier": "auto", "include": ["reasoning.encrypted_content"]}
+        answer = await ask(client, PATH, **{**body, **more})
+        assert answer["output"][0]["content"][0]["logprobs"] == []
+        assert answer["metadata"] == {"a": "b"} and answer["store"] is False
+        assert answer["reasoning"] == {"effort": "low", "summary": "auto"}
+        assert answer["text"] == {"verbosity": "low"} and answer["truncation"] == "disabled"
+
+
+def test_the_effort_reaches_the_template():
+    for effort, thinking in (("low", True), ("none", False)):
+        body = ResponsesRequest(input="a", reasoning={"effort": effort})
+        template = body.chat().template()
+        assert template == {"reasoning_effort": effort, "enable_thinking": thinking}
+    assert ResponsesRequest(input="a").chat().template() == {}
+
+
 BAD = [
     ({}, "input", "input: Field required"),
     ({"input": []}, "input", "input: "),
@@ -97,6 +145,18 @@ BAD = [
     ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: "),
     ({"input": "a", "temperature": -1}, "temperature", "temperature: "),
     ({"input": "a", "previous_response_id": "x"}, "previous_response_id", "not supported"),
+    ({"input": "a", "conversation": "x"}, "conversation", "not supported"),
+    ({"input": "a", "background": True}, "background", "not supported"),
+    ({"input": "a", "prompt": {"id": "x"}}, "prompt", "not supported"),
+    ({"input": "a", "truncation": "auto"}, "truncation", "'disabled', got 'auto'"),
+    ({"input": "a", "include": ["all"]}, "include", "got 'all'"),
+    ({"input": "a", "include": ["x"] * 1000}, "include", "at most 8 names"),
+    ({"input": "a", "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"input": "a", "metadata": {"a": 1}}, "metadata.a", "string"),
+    ({"input": "a", "metadata": {"a": "b" * 513}}, "metadata", "at most 512"),
+    ({"input": "a", "store": "yes"}, "store", "bool"),
+    ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
+    ({"input": "a", "tools": [{"type": "function", "name": "a"}] * 2}, "tools", "'a' twice"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
     ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),
     ({"input": "a", "tool_choice": "required"}, "tool_choice", "tools to choose from"),

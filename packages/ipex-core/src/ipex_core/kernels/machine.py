@@ -28,6 +28,7 @@ __all__ = [
     "MemoryInfo",
     "SHORT_SPIN",
     "affinity",
+    "allowed_cores",
     "amx_permission",
     "cgroup_limits",
     "cpu_info",
@@ -127,6 +128,29 @@ def affinity() -> tuple[int, ...] | None:
     """Return the CPUs this process may run on."""
     get = getattr(os, "sched_getaffinity", None)
     return tuple(sorted(get(0))) if get is not None else None
+
+
+def allowed_cores(
+    root: Path = ROOT, allowed: tuple[int, ...] | None = None
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return (NUMA node, hardware threads) of each core that this process may use, node by node.
+
+    Args:
+        root: Of the file tree.
+        allowed: CPUs that may be used; None: see `affinity`. Without either there are no cores.
+    """
+    allowed = affinity() if allowed is None else allowed
+    found: dict[tuple[int, int], list[int]] = {}
+    base = root / "sys/devices/system"
+    nodes = {}
+    for path in sorted((base / "node").glob("node[0-9]*/cpu[0-9]*")):
+        nodes[int(path.name[3:])] = int(path.parent.name[4:])
+    for cpu in allowed or ():
+        siblings = _text(base / f"cpu/cpu{cpu}/topology/thread_siblings_list") or ""
+        first = re.match(r"\d+", siblings)
+        core = int(first[0]) if first else cpu
+        found.setdefault((nodes.get(cpu, 0), core), []).append(cpu)
+    return [(node, tuple(cpus)) for (node, _), cpus in sorted(found.items())]
 
 
 def numa_nodes(root: Path = ROOT) -> int | None:

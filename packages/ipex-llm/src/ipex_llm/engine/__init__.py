@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ipex_llm.engine.limits import (
+    DEFAULT_MEMORY_SHARE,
     cache_blocks,
     check_positive,
     check_prompt,
@@ -48,6 +49,7 @@ from ipex_llm.engine.params import (
     StepOutput,
     TokenLogprobs,
 )
+from ipex_llm.engine.ranks import follow, lead
 from ipex_llm.engine.request import Batch, BlockTables, Request, Run, TextStream, verify
 from ipex_llm.engine.scheduler import BlockPool, Scheduler
 from ipex_llm.engine.speculation import Speculation, SpeculativeConfig, draft_runner, proposer
@@ -65,6 +67,7 @@ __all__ = [
     "SpeculativeConfig",
     "StepOutput",
     "TokenLogprobs",
+    "follow",
 ]
 
 #: Seconds that a step waits for the tokens that a grammar allows, where it has nothing else to do.
@@ -82,7 +85,8 @@ class Engine:
     get alone (the order of summation within a product depends on the size of the batch, which in bfloat16 may decide
     between two tokens that are equally likely).
 
-    An engine belongs to one thread at a time.
+    An engine belongs to one thread at a time. With a model that is divided among processes it is made on rank 0, and
+    the other ranks call `follow`.
 
     Args:
         model: A model that `ipex.llm.optimize` has prepared, or a runner.
@@ -94,8 +98,9 @@ class Engine:
         max_model_len: Most tokens of prompt and output together; the context of the model if None.
         block_size: Tokens in a block of the cache; whole blocks are shared.
         num_blocks: Size of the cache in blocks.
-        cache_bytes: Size of the cache in bytes, instead of ``num_blocks``. With neither, half of the free memory, but
-            no more than ``max_num_seqs`` requests of the greatest length can use.
+        cache_bytes: Size of the cache in bytes, instead of ``num_blocks``.
+        memory_share: Part of the free memory that the cache takes with neither, but no more than ``max_num_seqs``
+            requests of the greatest length can use; above 0, at most 1.
         cache_dtype: Element type of the cache, the dtype of the model if None.
         prefix_reuse: Whether full blocks are shared and kept for later requests.
         eos_token_ids: Tokens that end an output; from the model's generation config or the tokenizer if None.
@@ -121,6 +126,7 @@ class Engine:
         block_size: int = 32,
         num_blocks: int | None = None,
         cache_bytes: int | None = None,
+        memory_share: float = DEFAULT_MEMORY_SHARE,
         cache_dtype: torch.dtype | None = None,
         prefix_reuse: bool = True,
         eos_token_ids: Iterable[int] | None = None,
@@ -143,9 +149,13 @@ class Engine:
         ):
             if optional is not None:
                 check_positive(name, optional)
+        if not 0 < memory_share <= 1:
+            raise ValueError(
+                f"Engine: memory_share must be above 0 and at most 1, got {memory_share}"
+            )
         if num_blocks is not None and cache_bytes is not None:
             raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
-        self.runner = runner_of(model)
+        self.runner = lead(runner_of(model))
         self._model = model
         self.max_lora_rank = max_lora_rank
         self._loras = Loras(self.runner, max_loras)
@@ -170,7 +180,7 @@ class Engine:
             draft = draft_runner(speculative, self.vocab_size)
             one += 0 if draft is None else draft.cache_bytes(1, block_size)
         self.speculative_config = speculative
-        blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs)
+        blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs, memory_share)
         self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
         self._pool = BlockPool(blocks, block_size, prefix_reuse)
         budget = max(max_tokens_per_step, max_num_seqs)
@@ -191,6 +201,11 @@ class Engine:
         )
         self._counts |= dict.fromkeys(("drafts", "draft_tokens"), 0)
         self._accepted = [0] * (0 if speculative is None else speculative.num_speculative_tokens)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank of a divided model has ended, so that nothing can be computed any more."""
+        return bool(getattr(self.runner, "lost", False))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -606,10 +621,12 @@ class Engine:
                 reason = "stop"
         if reason is not None:
             self._end(request)
+        first = request.new_tokens == 1
         return StepOutput(
             *(request.id, (token,), text, reason is not None, reason),
             () if logprobs is None else (logprobs,),
-            prompt_logprobs=tuple(request.prompt_logprobs) if request.new_tokens == 1 else (),
+            prompt_logprobs=tuple(request.prompt_logprobs) if first else (),
+            queued=request.admitted - request.arrived if first else None,
         )
 
     def generate(

@@ -21,7 +21,13 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"Engine: {name} must be a positive integer, got {value}")
 
 
-def cache_blocks(one: int, num_blocks: int | None, cache_bytes: int | None, most: int) -> int:
+def cache_blocks(
+    one: int,
+    num_blocks: int | None,
+    cache_bytes: int | None,
+    most: int,
+    share: float = DEFAULT_MEMORY_SHARE,
+) -> int:
     """Return the number of blocks of the cache, after a look at the memory that there is.
 
     Args:
@@ -29,6 +35,7 @@ def cache_blocks(one: int, num_blocks: int | None, cache_bytes: int | None, most
         num_blocks: What was asked for, or None.
         cache_bytes: A budget, or None.
         most: Blocks that could ever be used.
+        share: Part of the free memory, where nothing was asked for.
 
     Raises:
         CacheMemoryError: They do not fit the free memory, or the budget holds none.
@@ -37,7 +44,7 @@ def cache_blocks(one: int, num_blocks: int | None, cache_bytes: int | None, most
     if num_blocks is None:
         budget = cache_bytes
         if budget is None:
-            budget = int(DEFAULT_MEMORY_SHARE * free) if free is not None else most * one
+            budget = int(share * free) if free is not None else most * one
         num_blocks = budget // one if one else most
         if cache_bytes is None:
             num_blocks = min(num_blocks, most)

@@ -267,6 +267,7 @@ class StepOutput:
         error: With ``"error"``: what happened, for this request alone.
         prompt_logprobs: With the first token, if they were asked for: of each token of the prompt but the first.
         vector: float32 ``[H]``, the answer to `PoolingParams`.
+        queued: With the first token: seconds between the arrival of the request and its first computation.
     """
 
     request_id: str
@@ -278,6 +279,7 @@ class StepOutput:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     vector: torch.Tensor | None = None
+    queued: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

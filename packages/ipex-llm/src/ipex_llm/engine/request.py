@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import secrets
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,18 +47,14 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer, skip_special)
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._skip_special = skip_special
         self._tokens = list(context)
         self._start = 0  # the context that decoding begins with
         self._done = len(self._tokens)  # tokens whose text has been given out
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip_special))
 
     def add(self, token: int, last: bool = False) -> str:
         """Add a token and return the text that is certain by now.
@@ -105,6 +102,31 @@ class TextStream:
                     longest = length
                     break
         return longest
+
+
+def _decoder(tokenizer: Any, skip_special: bool) -> Callable[[list[int]], str]:
+    """Return a function that decodes tokens.
+
+    Args:
+        tokenizer: Of transformers, or another one.
+        skip_special: Special tokens have no text.
+    """
+    found = tokenizer
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if hasattr(backend, "decode") and _plain(tokenizer):
+        # What transformers does before its library is called takes longer than the library.
+        found = backend
+    return functools.partial(found.decode, skip_special_tokens=skip_special)
+
+
+def _plain(tokenizer: Any) -> bool:
+    """Return whether a tokenizer of transformers gives what its library gives."""
+    for name in ("decode", "_decode"):
+        owner = next((kind for kind in type(tokenizer).__mro__ if name in vars(kind)), object)
+        own = name in getattr(tokenizer, "__dict__", ())
+        if own or not owner.__module__.startswith("transformers.tokenization_utils"):
+            return False
+    return getattr(tokenizer, "clean_up_tokenization_spaces", True) is False
 
 
 def block_key(before: bytes, tokens: Sequence[int]) -> bytes:
@@ -181,6 +203,7 @@ class Request:
         self.adapter: LoadedAdapter | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.arrived = time.monotonic()
+        self.admitted = self.arrived
         self.first_token_at: float | None = None
         self._generator: torch.Generator | None = None
         self._noise: deque[float] = deque()
@@ -427,12 +450,15 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
         R tokens; None for a row that no token can be chosen from, since it has NaN or infinity or no finite number.
     """
     if any(_changed(place, rules) for place in places):
-        logits = logits.clone()
+        # Log probabilities are those of the model.
+        if any(place.request.params.logprobs is not None for place in places):
+            logits = logits.clone()
         for place, row in zip(places, logits, strict=True):
             if _changed(place, rules):
                 _change(place, row, rules)
+    best = torch.ops.ipex.argmax(logits)
     # The maximum is NaN if anything is.
-    usable = logits.amax(-1).isfinite().tolist()
+    usable = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite().tolist()
     groups: dict[tuple[float, int, float, float] | None, list[int]] = {}
     for row, place in enumerate(places):
         if not usable[row]:
@@ -442,7 +468,7 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
     for group, rows in groups.items():
         part = logits if len(rows) == len(places) else logits[rows]
         if group is None:
-            tokens = torch.ops.ipex.argmax(part)
+            tokens = best[rows]
         else:
             noise = [places[row].request.noise(places[row].ahead) for row in rows]
             tokens = torch.ops.ipex.sample_token(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -145,6 +146,7 @@ class Scheduler:
             request.blocks = found + [self.pool.take() for _ in range(fresh)]
             request.computed = len(found) * size
             if request.preemptions == 0:
+                request.admitted = time.monotonic()
                 request.cached_tokens = request.computed
             request.row = self._rows.pop()
             request.written = 0
@@ -159,6 +161,8 @@ class Scheduler:
         size = self.pool.block_size
         full = request.computed // size
         request.computed += count
+        if request.computed // size == full:
+            return
         keys = request.extend_keys(size, request.computed)
         for block, key in zip(request.blocks[full : len(keys)], keys[full:], strict=True):
             self.pool.publish(block, key)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +38,17 @@ from ipex_llm.entrypoints.cli.common import (
     quiet_transformers,
     set_threads,
 )
+from ipex_llm.entrypoints.cli.parallel import (
+    DataParallel,
+    EngineCores,
+    TensorParallel,
+    TracesEndpoint,
+    Uds,
+    end_with_parent,
+    log_lines,
+    serve_parallel,
+)
+from ipex_llm.entrypoints.cli.ranks import divided
 
 if TYPE_CHECKING:
     from ipex_llm.engine import SpeculativeConfig
@@ -206,10 +216,13 @@ def _report(prompt: int, count: int, loading: float, clock: _Clock) -> None:
 # -- ipex llm serve ---------------------------------------------------------------------------------------------------
 
 
+#: Seconds that a thread runs Python before another one gets its turn.
+_TURN = 0.0005
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
+    ctx: typer.Context,
     model: Model,
     dtype: Dtype = "bf16",
     group_size: GroupSize = None,
@@ -241,7 +254,7 @@ def serve(
     cache_gib: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Memory for the cache of keys and values (default: half of what is free)."
+            min=0, help="Memory for the cache of keys and values (default: see --memory-share)."
         ),
     ] = None,
     speculative_config: Annotated[
@@ -295,6 +308,12 @@ def serve(
             " Needs --api-key-file.",
         ),
     ] = False,
+    memory_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0001, max=1, help="Part of the free memory for the cache, without --cache-gib."
+        ),
+    ] = 0.5,
     max_body_kib: Annotated[int, typer.Option(min=1, help="Largest request.")] = 1024,
     max_prompt_chars: Annotated[
         int | None,
@@ -321,6 +340,11 @@ def serve(
         bool,
         typer.Option("--log-requests", help="Write a line of JSON to standard error per request."),
     ] = False,
+    data_parallel: DataParallel = None,
+    engine_cores: EngineCores = None,
+    tensor_parallel: TensorParallel = 1,
+    otlp_traces_endpoint: TracesEndpoint = None,
+    uds: Uds = None,
     threads: Threads = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -329,9 +353,14 @@ def serve(
     Decoders answer /v1/completions and /v1/chat/completions, and like encoders /v1/embeddings, /rerank and /v1/score.
     Besides, there are /tokenize, /detokenize, /v1/models, /metrics and /health.
     """
+    if data_parallel is not None:
+        serve_parallel(ctx)
+        return
+    if uds is not None:
+        end_with_parent()
     set_threads(threads)
     console = make_console(stderr=True)
-    with errors():
+    with errors(), contextlib.ExitStack() as stack:
         from ipex_llm.engine import Engine
         from ipex_llm.engine.encoder import EncoderEngine
         from ipex_llm.entrypoints.openai.guard import protocol
@@ -341,9 +370,9 @@ def serve(
 
         key = None if api_key_file is None else read_key(api_key_file)
         hosts = None
-        if key is None and (host in _LOCAL or allowed_host):
+        if uds is None and key is None and (host in _LOCAL or allowed_host):
             hosts = (*_LOCAL, host, *(allowed_host or ()))
-        if host not in _LOCAL and key is None:
+        if host not in _LOCAL and key is None and uds is None:
             console.print(
                 f"anybody who reaches {host} can use this server: see --api-key-file",
                 style="yellow",
@@ -359,6 +388,10 @@ def serve(
         encoder = encoder_class(model)
         pooling = read_pooling(model, encoder is not None)
         engine: Engine | EncoderEngine
+        if encoder is not None and tensor_parallel > 1:
+            raise ValueError(
+                f"serve: tensor_parallel must be 1 for an encoder, got {tensor_parallel}"
+            )
         if encoder is not None:
             if speculative is not None:
                 raise ValueError("serve: speculation must have a decoder, got an encoder")
@@ -377,8 +410,12 @@ def serve(
                     Path(speculative.model), dtype, group_size, trust_remote_code=trust_remote_code
                 )
                 speculative = dataclasses.replace(speculative, model=draft)
+            load: dict[str, Any] = {"folder": model, "dtype": dtype, "group_size": group_size}
+            load["trust_remote_code"] = trust_remote_code
             engine = Engine(
-                load_model(model, dtype, group_size, trust_remote_code=trust_remote_code),
+                load_model(**load)
+                if tensor_parallel == 1
+                else stack.enter_context(divided(tensor_parallel, threads, **load)),
                 tokenizer,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
@@ -386,6 +423,7 @@ def serve(
                 speculative_config=speculative,
                 max_loras=max_loras,
                 max_lora_rank=max_lora_rank,
+                memory_share=memory_share,
             )
             for lora_name, folder in adapters.items():
                 try:
@@ -396,6 +434,11 @@ def serve(
             about = f"cache of {engine.stats().blocks * engine.block_size:,} tokens"
         import uvicorn
 
+        traces = None
+        if otlp_traces_endpoint is not None:
+            from ipex_llm.entrypoints.openai.tracing import Tracer
+
+            traces = Tracer(otlp_traces_endpoint)
         settings = Settings(
             name=name or model.resolve().name,
             api_key=key,
@@ -408,19 +451,20 @@ def serve(
             log_requests=log_requests,
             base_names=bases,
             runtime_lora=allow_runtime_lora,
+            traces=traces,
         )
         if log_requests:
-            lines = logging.getLogger("ipex.requests")
-            lines.setLevel(logging.INFO)
-            lines.addHandler(logging.StreamHandler())
-            lines.propagate = False
+            log_lines()
         app = create_app(Worker(engine, max_queue), settings)
         console.print(f"{settings.name}: {about}", highlight=False)
+        # A thread that reads a large request gives way soon: the engine's asks for its turn many times in a step.
+        sys.setswitchinterval(_TURN)
         uvicorn.run(
             app,
             host=host,
             port=port,
-            log_level="info",
+            uds=None if uds is None else str(uds),
+            log_level="info" if uds is None else "warning",
             access_log=False,
             http=protocol(request_timeout),
             ws="none",

@@ -175,6 +175,7 @@ def load_model(
     group_size: int | None = None,
     lowp: str = "auto",
     trust_remote_code: bool = False,
+    tp_group: Any = None,
 ) -> Any:
     """Return the model of a folder, optimized.
 
@@ -184,6 +185,7 @@ def load_model(
         group_size: For quantized dtypes.
         lowp: What quantized layers compute in: ``"int8"``, ``"bf16"``, or ``"auto"``: int8 for int4 and int8.
         trust_remote_code: Run the Python code that the folder names as its model.
+        tp_group: Process group among which the weights are divided; all ranks call this.
 
     Raises:
         CheckpointError: The folder is incomplete or damaged.
@@ -199,8 +201,8 @@ def load_model(
     name, weights = DTYPES[dtype]
     float_dtype = getattr(torch, name)
     if stored_quantization(folder, config) is not None:
-        return _load_quantized(folder, float_dtype, trust_remote_code)
-    options: dict[str, Any] = {}
+        return _load_quantized(folder, float_dtype, trust_remote_code, tp_group)
+    options: dict[str, Any] = {} if tp_group is None else {"tp_group": tp_group}
     if weights is not None:
         from ipex_quant import WoqLowpMode, WoqWeightDtype, get_weight_only_quant_qconfig_mapping
 
@@ -212,6 +214,8 @@ def load_model(
             group_size=_GROUPS[weights] if group_size is None else group_size,
         )
     model = load_stock(folder, float_dtype, trust_remote_code)
+    if tp_group is not None:
+        torch.distributed.barrier()  # files may come slowly, and less time is given to wait from here on
     with building(folder):
         return ipex_llm.optimize(model, dtype=float_dtype, inplace=True, **options)
 
@@ -258,7 +262,9 @@ def load_encoder(folder: Path, kind: str, dtype: str, trust_remote_code: bool = 
         return optimize(model.eval(), dtype=getattr(torch, name), inplace=True)
 
 
-def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _load_quantized(
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool, tp_group: Any = None
+) -> Any:
     """Build the model without weights and let the optimization fill it from the folder."""
     import torch
 
@@ -270,7 +276,13 @@ def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -
     make = functools.partial(_without_weights, folder, trust_remote_code)
     with no_init():
         check_fits(folder, read_config(folder), make, quantized=True)
-    checkpoint = ipex_llm.utils.load_low_precision_checkpoint(folder)
+    rank, ranks = 0, 1
+    if tp_group is not None:
+        rank, ranks = (
+            torch.distributed.get_rank(tp_group),
+            torch.distributed.get_world_size(tp_group),
+        )
+    checkpoint = ipex_llm.utils.load_low_precision_checkpoint(folder, rank, ranks)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -286,11 +298,16 @@ def _load_quantized(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -
         name
         for name, _ in model.named_parameters()
         if name not in checkpoint[0]
+        and not (rank and name.endswith(".bias"))  # only rank 0 adds what is added once
         and (name.endswith(".bias") or name.rpartition(".")[0] not in layers)
     ]
     if missing:
         raise CheckpointError(f"{folder} must have all weights of the model, got no {missing[0]}")
+    options: dict[str, Any] = {}
+    if tp_group is not None:
+        options["tp_group"] = tp_group
+        torch.distributed.barrier()
     with building(folder):
         return ipex_llm.optimize(
-            model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint
+            model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint, **options
         )

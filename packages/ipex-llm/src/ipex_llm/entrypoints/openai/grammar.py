@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections import OrderedDict
@@ -134,7 +135,7 @@ class Grammars:
         if first.error is not None:
             text = " ".join(first.error.split())
             raise ValueError(f"{wanted.field} must be a valid, simple {wanted.kind}, got: {text}")
-        if not bool(first.allowed.any()):
+        if first.empty:
             raise ValueError(
                 f"{wanted.field} must allow some output, got a {wanted.kind} that nothing fits"
             )
@@ -150,6 +151,14 @@ class _Compiled:
         return _Matcher(self.start.deep_copy(), self.vocab)
 
 
+@functools.cache
+def _table(dtype: torch.dtype) -> Any:
+    """Return for each byte of a mask what is added to 8 logits: 0, or minus infinity for a bit that is not set."""
+    bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and(1)
+    values = torch.zeros(256, 8, dtype=dtype).masked_fill_(bits == 0, -torch.inf)
+    return values.view(torch.uint8).numpy().view("u8")
+
+
 class _Matcher:
     """One output on its way through a grammar; see `ipex_llm.engine.Matcher`."""
 
@@ -157,55 +166,76 @@ class _Matcher:
         self._inner = inner
         self._vocab = vocab
         self._bits = torch.zeros(-(-vocab // 32), dtype=torch.int32)
-        #: What may come at the next place, and behind each of the drafts that may come.
-        self._places: list[torch.Tensor] = []
+        #: What may come behind each of the drafts that may come.
+        self._ahead: list[torch.Tensor] = []
+        self._prepare(torch.float32)
         self.done = False
         self.error: str | None = None
 
+    def _prepare(self, dtype: torch.dtype) -> None:
+        """Make room for what is added to logits of a dtype."""
+        self._mask = torch.zeros(32 * self._bits.numel(), dtype=dtype)
+        self._added = self._mask[: self._vocab]
+        self._expand(self._bits)
+
+    def _expand(self, bits: torch.Tensor) -> None:
+        table = _table(self._mask.dtype)
+        into = self._mask.view(torch.uint8).numpy().view("u8").reshape(-1, table.shape[1])
+        # By 8 tokens at once: operations on each take longer than the mask itself.
+        table.take(bits.view(torch.uint8).numpy(), axis=0, out=into, mode="clip")
+
     @property
-    def allowed(self) -> torch.Tensor:
-        """The tokens that may come next, bool ``[vocab]``."""
-        return self._places[0]
+    def empty(self) -> bool:
+        """Whether no token may come."""
+        return not bool(self._bits.any())
 
     def fill(self, drafts: Sequence[int] = ()) -> None:
+        self._ahead = []
         begun = time.monotonic()
-        self._places = [self._next(self._inner)] if self.error is None else []
+        if self.error is None:
+            self._next(self._inner, self._bits)
         if self._inner.is_error():
             self.error = str(self._inner.get_error())
         elif time.monotonic() - begun > _SLOWEST:
             self.error = f"more than {_SLOWEST:g} seconds for one token"
         if self.error is not None:
-            self._places = [torch.zeros(self._vocab, dtype=torch.bool)]
-            return
-        if drafts:
+            self._bits.zero_()
+        elif drafts:
             self._look_ahead(drafts)
+        self._expand(self._bits)
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
         """Find what may come behind drafts, on a copy; a limit that is met there only ends the look."""
         ahead = self._inner.deep_copy()
+        bits = self._bits
         begun = time.monotonic()
         for token in drafts:
-            known = bool(self._places[-1][token]) and not ahead.is_stopped()
+            known = bool(int(bits[token // 32]) >> token % 32 & 1) and not ahead.is_stopped()
             if not known or not ahead.consume_token(token) or ahead.is_stopped():
                 return
-            allowed = self._next(ahead)
+            bits = torch.zeros_like(bits)
+            self._next(ahead, bits)
             if ahead.is_error() or time.monotonic() - begun > _SLOWEST:
                 return
-            self._places.append(allowed)
+            self._ahead.append(bits)
 
-    def _next(self, inner: Any) -> torch.Tensor:
-        bits = self._bits
+    @staticmethod
+    def _next(inner: Any, bits: torch.Tensor) -> None:
         if not inner.is_error():
             inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
-        places = torch.arange(8, dtype=torch.uint8)
-        each = bits.view(torch.uint8).unsqueeze(1).bitwise_right_shift(places).bitwise_and(1)
-        return each.view(-1)[: self._vocab].bool()
 
     def apply(self, row: torch.Tensor, ahead: int = 0) -> None:
-        if ahead < len(self._places):
-            row.masked_fill_(~self._places[ahead], -torch.inf)
-        else:
+        if row.dtype != self._mask.dtype:
+            self._prepare(row.dtype)
+        if ahead > len(self._ahead):
             row.fill_(-torch.inf)
+            return
+        if ahead:
+            self._expand(self._ahead[ahead - 1])
+        # Some times as fast as `masked_fill_`. What is not finite stays so, and ends the request.
+        row.add_(self._added)
+        if ahead:
+            self._expand(self._bits)
 
     def accept(self, token: int) -> None:
         if not self._inner.consume_token(token):

@@ -100,6 +100,7 @@ class Guard:
             return
         path = scope["path"] if scope["path"] in _PATHS else "other"
         answer = _Answer(send, self.metrics, path, _identity(scope["headers"]))
+        scope["request_id"] = answer.identity
         try:
             await self._answer(scope, receive, answer)
         finally:

@@ -56,6 +56,7 @@ class Job:
     def __init__(self, worker: Worker, tickets: Sequence[Ticket] = ()) -> None:
         self.worker = worker
         self.tickets = tickets
+        self.error: BaseException | None = None
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:

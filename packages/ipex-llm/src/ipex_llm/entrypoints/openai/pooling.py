@@ -18,12 +18,10 @@ from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.engine.limits import check_prompt
 from ipex_llm.entrypoints.openai.job import Job, failure, submit
 from ipex_llm.entrypoints.openai.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
     ApiError,
     Flag,
     Integer,
-    Message,
+    Messages,
     check_prompts,
     field_of,
     prompts_of,
@@ -147,15 +145,10 @@ class Tokenize(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = Field(None, min_length=1)
     add_special_tokens: Flag = True
     add_generation_prompt: Flag = True
     return_token_strs: Flag = False
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        return short(value, MAX_MESSAGES, "messages", MAX_PARTS)
 
     @model_validator(mode="after")
     def _one(self) -> Any:

@@ -72,7 +72,7 @@ class ApiError(Exception):
 
 
 try:
-    from pydantic import BaseModel, Field, ValidationError, field_validator
+    from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
     from pydantic_core import PydanticCustomError
     from starlette.requests import Request
 except ImportError as _error:
@@ -97,6 +97,33 @@ Flag = Annotated[bool, Field(strict=True)]
 Body = TypeVar("Body", bound=BaseModel)
 
 
+def wrong(text: str) -> PydanticCustomError:
+    """Return the error of a field; what it says is no template."""
+    return PydanticCustomError("field", "{text}", {"text": text})
+
+
+def short(value: Any, most: int, name: str, parts: int | None = None) -> Any:
+    """Return a list or an object, after a check of its length: pydantic reads all of it before it looks at that."""
+    if isinstance(value, (list, dict)):
+        if len(value) > most:
+            raise wrong(f"must have at most {most} {name}, got {len(value)}")
+        if parts is not None:
+            contents = [part.get("content") for part in value if isinstance(part, dict)]
+            count = sum(len(content) for content in contents if isinstance(content, list))
+            if count > parts:
+                raise wrong(f"must have at most {parts} parts, got {count}")
+    return value
+
+
+def few(most: int, name: str, parts: int | None = None) -> BeforeValidator:
+    """Return what checks the length of a list or an object; see `short`."""
+    return BeforeValidator(lambda value: short(value, most, name, parts))
+
+
+#: Of a request; their names are checked where they are all in one form.
+few_tools = few(MAX_TOOLS, "tools")
+
+
 class StreamOptions(BaseModel):
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
@@ -108,14 +135,9 @@ class StructuredOutputs(BaseModel):
     # "json" would hide a method of pydantic's models.
     schema_: Any = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Annotated[list[str] | None, few(MAX_TEXTS, "texts")] = Field(None, min_length=1)
     grammar: str | None = None
     json_object: Flag = False
-
-    @field_validator("choice", mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        return short(value, MAX_TEXTS, "texts")
 
     def wanted(self, field: str) -> list[Wanted]:
         """Return what is asked for."""
@@ -182,26 +204,21 @@ class _Common(BaseModel):
     min_p: Number = Field(0.0, ge=0, le=1)
     seed: Integer | None = None
     n: Integer = Field(1, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Integer] = []
+    stop: Annotated[str | list[str] | None, few(MAX_STOP, "strings")] = None
+    stop_token_ids: Annotated[list[Integer], few(MAX_STOP_TOKENS, "tokens")] = []
     ignore_eos: Flag = False
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
     repetition_penalty: Number = Field(1.0, ge=0.01, le=1e6)
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number] | None, few(MAX_BIASES, "tokens")] = None
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     grammar: str | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _few_biases(cls, value: Any) -> Any:
-        return short(value, MAX_BIASES, "tokens")
 
     @field_validator("logit_bias")
     @classmethod
@@ -233,16 +250,6 @@ class _Common(BaseModel):
         for one in found:
             one.check()
         return found[0] if found else None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _few_stops(cls, value: Any) -> Any:
-        return short(value, MAX_STOP, "strings")
-
-    @field_validator("stop_token_ids", mode="before")
-    @classmethod
-    def _few_tokens(cls, value: Any) -> Any:
-        return short(value, MAX_STOP_TOKENS, "tokens")
 
 
 class CompletionRequest(_Common):
@@ -308,13 +315,8 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, few(MAX_CALLS, "calls")] = None
     tool_call_id: str | None = None
-
-    @field_validator("tool_calls", mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        return short(value, MAX_CALLS, "calls")
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
@@ -328,6 +330,9 @@ class Message(BaseModel):
             found["tool_calls"] = [call.plain() for call in self.tool_calls]
         return found
 
+
+#: Of a conversation.
+Messages = Annotated[list[Message], few(MAX_MESSAGES, "messages", MAX_PARTS)]
 
 FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
@@ -361,28 +366,22 @@ _RESERVED = frozenset(
 )
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatRequest(_Common):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: Flag = False
     top_logprobs: Integer = Field(0, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, few_tools] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Flag = True
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, str | Flag | Integer | Number | None] | None = None
     functions: Any = None
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        return short(value, MAX_MESSAGES, "messages", MAX_PARTS)
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _few_tools(cls, value: Any) -> Any:
-        return short(value, MAX_TOOLS, "tools")
 
     @field_validator("tools")
     @classmethod
@@ -439,7 +438,12 @@ class ChatRequest(_Common):
 
     def template(self) -> dict[str, Any]:
         """Return the further arguments of the chat template."""
-        found: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            # By the first name gpt-oss reads it, by the second Qwen.
+            found["reasoning_effort"] = self.reasoning_effort
+            found["enable_thinking"] = self.reasoning_effort != "none"
+        found |= self.chat_template_kwargs or {}
         if self.tools and self.tool_choice != "none":
             found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return found
@@ -525,11 +529,6 @@ def check_prompts(value: Any, most: int, name: str) -> Any:
     return value
 
 
-def wrong(text: str) -> PydanticCustomError:
-    """Return the error of a field; what it says is no template."""
-    return PydanticCustomError("field", "{text}", {"text": text})
-
-
 #: Words of the engine for fields.
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "lora": "model"}
 
@@ -544,19 +543,6 @@ def field_of(error: BaseException, names: Mapping[str, str] = {}) -> str | None:
     match = re.match(r"(?:[\w.]+: )?([a-z_][\w.]*)(?: in the chat template)? must ", str(error))
     name = match[1] if match else None
     return None if name is None else {**_FIELDS, **(names or {})}.get(name, name)
-
-
-def short(value: Any, most: int, name: str, parts: int | None = None) -> Any:
-    """Return a list or an object, after a check of its length: pydantic reads all of it before it looks at that."""
-    if isinstance(value, (list, dict)):
-        if len(value) > most:
-            raise wrong(f"must have at most {most} {name}, got {len(value)}")
-        if parts is not None:
-            contents = [part.get("content") for part in value if isinstance(part, dict)]
-            count = sum(len(content) for content in contents if isinstance(content, list))
-            if count > parts:
-                raise wrong(f"must have at most {parts} parts, got {count}")
-    return value
 
 
 def _text(value: Any) -> bool:

@@ -17,14 +17,16 @@ from ipex_llm.entrypoints.openai.protocol import (
     FUNCTION_NAME,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_TOOLS,
     ApiError,
     ChatRequest,
+    Effort,
     Flag,
     Integer,
     Number,
     chat_of,
-    short,
+    few,
+    few_tools,
+    wrong,
 )
 from ipex_llm.entrypoints.openai.worker import Failed
 
@@ -32,6 +34,20 @@ try:
     from pydantic import BaseModel, Field, field_validator
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
+
+
+_LOGPROBS = "message.output_text.logprobs"
+#: What an answer can have besides. All but the first belong to tools of the provider, which are refused.
+_INCLUDED = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
 
 
 class Format(BaseModel):
@@ -43,6 +59,12 @@ class Format(BaseModel):
 
 class Text(BaseModel):
     format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(BaseModel):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class FlatTool(BaseModel):
@@ -92,30 +114,49 @@ class ResponsesRequest(BaseModel):
     """Body of ``/v1/responses``."""
 
     model: str | None = None
-    input: str | list[Item] = Field(min_length=1)
+    input: Annotated[str | list[Item], few(MAX_MESSAGES, "items", MAX_PARTS)] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    tools: list[FlatTool] | None = None
+    tools: Annotated[list[FlatTool] | None, few_tools] = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: Flag = True
     text: Text | None = None
     stream: Flag = False
     seed: Integer | None = None
+    include: Annotated[list[str] | None, few(len(_INCLUDED), "names")] = None
+    top_logprobs: Integer = Field(0, ge=0, le=20)
+    reasoning: Reasoning | None = None
+    metadata: Annotated[dict[str, str] | None, few(16, "pairs")] = None
+    store: Flag | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: Any = None
     background: Any = None
     conversation: Any = None
+    prompt: Any = None
 
-    @field_validator("input", mode="before")
+    @field_validator("include")
     @classmethod
-    def _few(cls, value: Any) -> Any:
-        return short(value, MAX_MESSAGES, "items", MAX_PARTS)
+    def _known(cls, value: list[str] | None) -> Any:
+        for name in value or ():
+            if name not in _INCLUDED:
+                raise wrong(f"must have names of {', '.join(_INCLUDED)}, got {name[:80]!r}")
+        return value
 
-    @field_validator("tools", mode="before")
+    @field_validator("metadata")
     @classmethod
-    def _few_tools(cls, value: Any) -> Any:
-        return short(value, MAX_TOOLS, "tools")
+    def _short(cls, value: dict[str, str] | None) -> Any:
+        for name, text in (value or {}).items():
+            if len(name) > 64 or len(text) > 512:
+                what = "names of at most 64 characters and values of at most 512"
+                raise wrong(f"must have {what}, got {len(name)} and {len(text)}")
+        return value
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answer tells the log probabilities of its tokens."""
+        return _LOGPROBS in (self.include or ())
 
     def chat(self) -> ChatRequest:
         """Return the chat that this is.
@@ -123,9 +164,14 @@ class ResponsesRequest(BaseModel):
         Raises:
             ApiError: A field has no meaning here: nothing is kept between requests.
         """
-        for name in ("previous_response_id", "background", "conversation"):
+        for name in ("previous_response_id", "background", "conversation", "prompt"):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported: send the whole input", param=name)
+        if self.truncation == "auto":
+            text = (
+                "truncation must be 'disabled', got 'auto': leave items out of the input yourself"
+            )
+            raise ApiError(400, text, param="truncation")
         items = (
             [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         )
@@ -148,6 +194,9 @@ class ResponsesRequest(BaseModel):
             "parallel_tool_calls": self.parallel_tool_calls,
             "stream": self.stream,
             "seed": self.seed,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs if self.logprobs else 0,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         for name in ("temperature", "top_p"):
             if getattr(self, name) is not None:
@@ -197,12 +246,16 @@ class Answer:
     """
 
     def __init__(self, model: str, body: ResponsesRequest) -> None:
+        self.id = f"resp_{secrets.token_hex(16)}"
         self._numbers = itertools.count()
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._text = ""
+        #: Of the tokens of the open message; and of tokens whose text has not come yet.
+        self._logprobs: list[Any] = []
+        self._pending: list[Any] = []
         self._head = {
-            "id": f"resp_{secrets.token_hex(16)}",
+            "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -210,7 +263,11 @@ class Answer:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": {},
+            "metadata": body.metadata or {},
+            "background": False,
+            "store": False,
+            "top_logprobs": body.top_logprobs,
+            "reasoning": _dumped(body.reasoning) or {"effort": None, "summary": None},
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "temperature": body.temperature,
@@ -243,14 +300,20 @@ class Answer:
         """Return an event with its number."""
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
+    def note(self, logprobs: list[Any]) -> None:
+        """Take the log probabilities of tokens, before the deltas that their text is in."""
+        self._pending += logprobs
+
     def add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Take a delta of the chat and yield its events."""
         if delta.get("reasoning_content"):
+            self._pending.clear()
             yield from self._more("reasoning", delta["reasoning_content"])
         if delta.get("content"):
             yield from self._more("message", delta["content"])
         for call in delta.get("tool_calls", ()):
             function = call["function"]
+            self._pending.clear()
             if "id" in call:
                 yield from self.close()
                 start = {"call_id": call["id"], "name": function["name"], "arguments": ""}
@@ -268,6 +331,7 @@ class Answer:
             fields["summary"] = []
         self._open = {**item, **fields}
         self._text = ""
+        self._logprobs = []
         at = len(self._items)
         yield self.event("response.output_item.added", output_index=at, item=dict(self._open))
         part = _EVENTS[kind][0]
@@ -278,7 +342,9 @@ class Answer:
 
     def _part(self, kind: str) -> dict[str, Any]:
         found: dict[str, Any] = {"type": kind, "text": self._text}
-        return {**found, "annotations": [], "logprobs": []} if kind == "output_text" else found
+        if kind == "output_text":
+            found |= {"annotations": [], "logprobs": list(self._logprobs)}
+        return found
 
     def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if self._open is None or self._open["type"] != kind:
@@ -286,14 +352,18 @@ class Answer:
             yield from self._begin(kind)
         assert self._open is not None
         self._text += text
-        yield self.event(f"{_EVENTS[kind][1]}.delta", **self._where(kind), delta=text)
+        where = self._where(kind)
+        if kind == "message":
+            where["logprobs"], self._pending = self._pending, []
+            self._logprobs += where["logprobs"]
+        yield self.event(f"{_EVENTS[kind][1]}.delta", **where, delta=text)
 
     def _where(self, kind: str) -> dict[str, Any]:
         assert self._open is not None
         found = {"item_id": self._open["id"], "output_index": len(self._items)}
         if kind != "function_call":
             found["content_index"] = 0
-        return {**found, "logprobs": []} if kind == "message" else found
+        return {**found, "logprobs": list(self._logprobs)} if kind == "message" else found
 
     def close(self) -> Iterator[dict[str, Any]]:
         """End the item that is open, if there is one."""
@@ -301,6 +371,9 @@ class Answer:
             return
         item, kind = self._open, self._open["type"]
         part, name = _EVENTS[kind]
+        if kind == "message":  # what ended it has no text
+            self._logprobs += self._pending
+        self._pending = []
         where = self._where(kind)
         if part:
             yield self.event(f"{name}.done", **where, text=self._text)
@@ -345,6 +418,9 @@ async def events(answer: Answer, job: Any, reply: Any) -> AsyncIterator[dict[str
             raise failure(event, chat=True)
         assert isinstance(event, StepOutput)
         job.new_tokens += len(event.tokens)
+        logprobs, _ = await job.logprobs(0, event, False, reply, 0)
+        if logprobs is not None:
+            answer.note(logprobs["content"])
         for delta in parser.feed(event.text, event.finished):
             for made in answer.add(delta):
                 yield made

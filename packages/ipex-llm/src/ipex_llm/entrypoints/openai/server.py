@@ -8,11 +8,11 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
-from ipex_llm.engine import EngineStats, StepOutput, TokenLogprobs
+from ipex_llm.engine import EngineStats, SamplingParams, StepOutput, TokenLogprobs
 from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.entrypoints.openai import responses
 from ipex_llm.entrypoints.openai.chat import Parser, family_of, forced_parser
@@ -39,6 +39,7 @@ from ipex_llm.entrypoints.openai.protocol import (
 )
 from ipex_llm.entrypoints.openai.responses import Answer, ResponsesRequest
 from ipex_llm.entrypoints.openai.texts import Prompts, Reply, usage
+from ipex_llm.entrypoints.openai.tracing import Trace, Tracer
 from ipex_llm.entrypoints.openai.worker import Accepted, Failed, StoppedError, Ticket, Worker
 from ipex_llm.model_loader.pooling import PoolingConfig
 
@@ -74,6 +75,7 @@ class Settings:
         log_requests: Write a line of JSON for each request to the logger ``ipex.requests``.
         base_names: Names of the model that adapters may have for it; empty: any.
         runtime_lora: Clients may load and drop adapters, with a path of this machine; only with a key.
+        traces: Makes a span for each request that generates.
     """
 
     name: str
@@ -91,6 +93,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.runtime_lora and self.api_key is None:
             raise ValueError("Settings: runtime_lora must be with an api_key, got none")
+
+    traces: Tracer | None = None
 
 
 def _response(error: ApiError) -> Response:
@@ -113,6 +117,8 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
             prepared.add_done_callback(lambda done: done.cancelled() or done.exception())
         yield
         await asyncio.to_thread(worker.stop)
+        if settings.traces is not None:
+            await asyncio.to_thread(settings.traces.stop)
 
     # Nothing but the API: no page that describes it, no redirects to a host that the client names.
     app = FastAPI(title="ipex llm", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
@@ -332,19 +338,53 @@ class _Api:
             (self.prompts.maker(prompt, chat, changes, **template), params) for prompt in prompts
         ]
         reply = Reply(chat, lora or self.settings.name, self.tokenizer)
-        job = Generation(self.worker, submit(self.worker, requests), body, prompts)
-        with job.watching(request):
-            await job.accept()
-            job.parsers = [self.parser(body, wanted, text) for text in job.texts]
-            if not body.stream:
-                return JSONResponse(
-                    await (job.collect(reply) if answer is None else job.respond(reply, answer))
-                )
+        trace = self.trace(request, body, params[0], reply.id if answer is None else answer.id)
+        try:
+            job = Generation(self.worker, submit(self.worker, requests), body, prompts)
+        except ApiError as error:
+            trace.refuse(error)
+            raise
+        try:
+            with job.watching(request):
+                await job.accept()
+                job.parsers = [self.parser(body, wanted, text) for text in job.texts]
+                if not body.stream:
+                    found = await (
+                        job.collect(reply) if answer is None else job.respond(reply, answer)
+                    )
+                    trace.end(job)
+                    return JSONResponse(found)
+        except BaseException as error:
+            trace.end(job, error)
+            raise
+        stream = job.stream(reply) if answer is None else job.stream_response(reply, answer)
         return StreamingResponse(
-            job.stream(reply) if answer is None else job.stream_response(reply, answer),
+            trace.around(stream, job),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
+
+    def trace(self, request: Request, body: Any, params: SamplingParams, name: str) -> Trace:
+        """Return the span of a request.
+
+        Args:
+            request: Whose headers may tell the span that it belongs to.
+            body: The request.
+            params: Of its first choice.
+            name: Of its answer.
+        """
+        if self.settings.traces is None:
+            return Trace(None)
+        attributes = {
+            "gen_ai.request.id": name,
+            "gen_ai.request.max_tokens": params.max_new_tokens,
+            "gen_ai.request.n": body.n,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.response.model": self.settings.name,
+            "http.request.header.x_request_id": request.scope.get("request_id"),
+        }
+        return self.settings.traces.begin(request.headers, attributes)
 
     def parser(self, body: Any, wanted: Wanted | None, text: str) -> Any:
         """Return what reads an answer, None for a completion.
@@ -419,7 +459,7 @@ class Generation(Job):
             prompt = str(reply.tokenizer.decode(list(prompt), skip_special_tokens=True))
         return prompt + text
 
-    async def _logprobs(
+    async def logprobs(
         self, index: int, event: StepOutput, first: bool, reply: Reply, offset: int
     ) -> tuple[dict[str, Any] | None, int]:
         """Return the log probabilities of an event, and the characters up to its end."""
@@ -448,7 +488,7 @@ class Generation(Job):
                 if isinstance(event, Failed):
                     raise failure(event, self.chat)
                 pieces.append(self._text(index, event, not pieces, reply))
-                part, offset = await self._logprobs(index, event, len(pieces) == 1, reply, offset)
+                part, offset = await self.logprobs(index, event, len(pieces) == 1, reply, offset)
                 if part is not None:
                     parts.append(part)
                 self.new_tokens += 0 if self.empty else len(event.tokens)
@@ -481,7 +521,7 @@ class Generation(Job):
             for task in tasks:
                 task.cancel()
 
-    async def stream(self, reply: Reply) -> AsyncIterator[str]:
+    async def stream(self, reply: Reply) -> AsyncGenerator[str, None]:
         """Yield server-sent events; a client that goes away closes this, which cancels what is left."""
         count = len(self.tickets)
         first, offsets = [True] * count, [0] * count
@@ -492,13 +532,13 @@ class Generation(Job):
                     yield self._sse(reply.chunk(index, delta, None))
             async for index, event in self._merged():
                 if isinstance(event, Failed):
-                    error = failure(event, self.chat)
+                    error = self.error = failure(event, self.chat)
                     yield f"data: {error.json()}\n\n"
                     return
                 assert isinstance(event, StepOutput)
                 self.new_tokens += 0 if self.empty else len(event.tokens)
                 text = self._text(index, event, first[index], reply)
-                logprobs, offsets[index] = await self._logprobs(
+                logprobs, offsets[index] = await self.logprobs(
                     index, event, first[index], reply, offsets[index]
                 )
                 first[index] = False
@@ -530,12 +570,13 @@ class Generation(Job):
             found = event
         return dict(found["response"])
 
-    async def stream_response(self, reply: Reply, answer: Answer) -> AsyncIterator[str]:
+    async def stream_response(self, reply: Reply, answer: Answer) -> AsyncGenerator[str, None]:
         """Yield the events of ``/v1/responses``; see `stream`."""
         try:
             async for event in responses.events(answer, self, reply):
                 yield responses.sse(event)
         except ApiError as error:
+            self.error = error
             text = {"code": str(error.status), "message": str(error), "param": error.param}
             yield responses.sse(answer.event("error", **text))
         finally:

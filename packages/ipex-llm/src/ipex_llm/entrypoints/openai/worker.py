@@ -62,6 +62,19 @@ class Metrics:
         with self._lock:
             self._responses[path, status] = self._responses.get((path, status), 0) + 1
 
+    def responses(self, name: str) -> list[str]:
+        """Return the lines that tell of responses.
+
+        Args:
+            name: Of the metric.
+        """
+        full = f"ipex_llm_{name}"
+        lines = [f"# HELP {full} Responses by path and status.", f"# TYPE {full} counter"]
+        with self._lock:
+            for (path, status), count in sorted(self._responses.items()):
+                lines.append(f'{full}{{path="{path}",status="{status}"}} {count}')
+        return lines
+
     def text(
         self,
         model: str,
@@ -91,10 +104,8 @@ class Metrics:
                 found = [label] * (":" in name) + [extra[:-1]] * bool(extra)
                 labels = f"{{{','.join(found)}}}" if found else ""
                 lines.append(f"{head(name, kind, text)}{labels} {value:.10g}")
+        lines += self.responses("http_responses_total")
         with self._lock:
-            full = head("http_responses_total", "counter", "Responses by path and status.")
-            for (path, status), count in sorted(self._responses.items()):
-                lines.append(f'{full}{{path="{path}",status="{status}"}} {count}')
             for name, histogram in self._histograms.items():
                 full = head(name, "histogram", _HISTOGRAMS[name])
                 count = 0
@@ -184,6 +195,8 @@ class Ticket:
     events: asyncio.Queue[Event]
     arrived: float
     last: float | None = None
+    first: float | None = None
+    queued: float | None = None
     running: bool = False  # the engine has it
 
     def send(self, event: Event) -> None:
@@ -223,7 +236,8 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether the thread runs and takes requests."""
-        return self._thread.is_alive() and not self._stopping
+        lost = getattr(self.engine, "lost", False)
+        return self._thread.is_alive() and not self._stopping and not lost
 
     @property
     def unfinished(self) -> int:
@@ -396,6 +410,7 @@ class Worker:
             return
         if output.tokens or output.vector is not None:
             if ticket.last is None:
+                ticket.first, ticket.queued = now, output.queued
                 self.metrics.observe("vllm:time_to_first_token_seconds", now - ticket.arrived)
             else:
                 self.metrics.observe("vllm:inter_token_latency_seconds", now - ticket.last)
