@@ -238,6 +238,24 @@ def test_parts_of_the_experts_sum_to_all(level):
     torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
 
 
+def test_correction_bias_that_was_cast_with_the_model():
+    experts = pack_experts(W13, W2)
+    bias = torch.tensor([0.5, -0.25, 1.0, 0.0])
+
+    def run(bias):
+        return gated_mlp_moe(
+            X,
+            experts,
+            LOGITS[:, :E],
+            2,
+            True,
+            scoring_func="sigmoid",
+            e_score_correction_bias=bias,
+        )
+
+    torch.testing.assert_close(run(bias.bfloat16()), run(bias), rtol=0, atol=0)
+
+
 def test_custom_routing_and_shared_expert(level):
     def route(hidden_states, gating_output, topk, renormalize):
         assert hidden_states.shape == (5, H)

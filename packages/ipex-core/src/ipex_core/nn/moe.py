@@ -184,6 +184,9 @@ def gated_mlp_moe(
             hidden_states=x, gating_output=router_logits, topk=top_k, renormalize=renormalize
         )
     else:
+        bias = e_score_correction_bias
+        if bias is not None:
+            bias = bias.float()  # it may have been cast with the model
         weights, ids = torch.ops.ipex.moe_routing(
             router_logits,
             top_k,
@@ -191,7 +194,7 @@ def gated_mlp_moe(
             scoring_func,
             (num_expert_group or 0) if use_grouped_topk else 0,
             (topk_group or 0) if use_grouped_topk else 0,
-            e_score_correction_bias,
+            bias,
             routed_scaling_factor,
         )
     y: Tensor = torch.ops.ipex.fused_experts(

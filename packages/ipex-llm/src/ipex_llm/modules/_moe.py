@@ -424,7 +424,7 @@ def _routing(
         weights, ids = torch.ops.ipex.moe_routing(
             *(gating_output, topk, renormalize, scoring_func),
             *((groups or 0, topk_group or 0) if grouped else (0, 0)),
-            bias,
+            None if bias is None else bias.float(),  # it may have been cast with the model
         )
         return weights, ids
 

@@ -15,13 +15,16 @@ import torch
 
 __all__ = ["unwrap", "wrap", "wrapped"]
 
-#: Attribute of the wrapper: itself. A wrapper that another library puts over it may have copied the attribute.
-_MARK = "_ipex_without_cache"
+#: The wrapper, once there is one.
+_wrapper: Any = None
 
 
 def wrapped() -> bool:
     """Return whether `torch.jit.trace` leaves the cache alone, also below a wrapper of another library."""
-    return hasattr(torch.jit.trace, _MARK)
+    trace: Any = torch.jit.trace
+    while trace is not None and trace is not _wrapper:
+        trace = getattr(trace, "__wrapped__", None)
+    return trace is not None
 
 
 def wrap() -> bool:
@@ -32,6 +35,7 @@ def wrap() -> bool:
     """
     from ipex_core import config
 
+    global _wrapper
     if wrapped() or not config.get("wrap_trace"):
         return wrapped()
     trace: Any = torch.jit.trace
@@ -45,8 +49,7 @@ def wrap() -> bool:
         finally:
             torch.set_autocast_cache_enabled(enabled)
 
-    setattr(without_cache, _MARK, without_cache)
-    torch.jit.trace = without_cache
+    torch.jit.trace = _wrapper = without_cache
     return True
 
 
@@ -56,8 +59,7 @@ def unwrap() -> bool:
     Returns:
         Whether it was put back. A wrapper that another library put over ours stays.
     """
-    trace: Any = torch.jit.trace
-    if getattr(trace, _MARK, None) is not trace:
+    if _wrapper is None or torch.jit.trace is not _wrapper:
         return False
-    torch.jit.trace = trace.__wrapped__
+    torch.jit.trace = _wrapper.__wrapped__
     return True
