@@ -22,10 +22,9 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
