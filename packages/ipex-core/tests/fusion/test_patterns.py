@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import ipex_core.fusion as patterns
 from ipex_core.fusion import aten, torchscript
+from ipex_core.module_swap.base import computed_by
 
 
 def of_aten(function, *args):
@@ -139,7 +140,7 @@ def test_functions_told_by_values(function, expected):
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "silu": functional.silu,
     }
-    assert patterns.computed_by(function, known) == expected
+    assert computed_by(function, known) == expected
 
 
 def test_graph_of_a_function():

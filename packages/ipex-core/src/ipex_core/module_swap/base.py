@@ -36,6 +36,7 @@ __all__ = [
     "below_autograd",
     "call",
     "check_recorded",
+    "computed_by",
     "derive",
     "has_hooks",
     "is_stand_in",
@@ -307,3 +308,20 @@ def usable_parameters(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if bias is not None and bias.dtype is not weight.dtype:
         bias = bias.to(weight.dtype)
     return weight, bias
+
+
+def computed_by(function: Any, known: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> str:
+    """Return which of some functions of one element another one computes, told by its values; empty for none.
+
+    Where there is no graph to read: modules and functions of any library, which may be written in any way.
+    """
+    x = torch.linspace(-8.0, 8.0, 129)
+    try:
+        with torch.no_grad():
+            y = function(x.clone())
+    except Exception:  # no function of one tensor
+        return ""
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+        return ""
+    fits = (name for name, of in known.items() if torch.allclose(y, of(x), rtol=1e-5, atol=1e-6))
+    return next(fits, "")

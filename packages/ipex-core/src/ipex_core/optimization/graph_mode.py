@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ipex_core import config
-from ipex_core.compiler import Weights
 from ipex_core.errors import FallbackError
+from ipex_core.fusion import Weights
 from ipex_core.jit._traced import FlatCall
 from ipex_core.optimization.records import Log
 from ipex_core.util import quiet, raised

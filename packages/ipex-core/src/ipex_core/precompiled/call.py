@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ipex_core.compiler import Weights
 from ipex_core.errors import StaleWeightsError
-from ipex_core.fusion import GraphReport
+from ipex_core.fusion import GraphReport, Weights
 from ipex_core.library.spec import dtype_name
 from ipex_core.precompiled.expressions import Kept, evaluate, solve
 from ipex_core.precompiled.lower import Run

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ipex_core.fusion import computed_by
+from ipex_core.module_swap.base import computed_by
 from ipex_quant.int8.boundary import FIELDS, MOVES, SIZES
 from ipex_quant.int8.modules.matmul import Interaction, MatMul
 from ipex_quant.int8.modules.pool import role_of_pool

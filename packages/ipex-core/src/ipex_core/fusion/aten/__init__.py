@@ -274,13 +274,15 @@ def half_of_last(node: Any) -> tuple[fx.Node, int, fx.Node] | None:
 
 
 #: Ops that descriptions name.
-_NAMED = (
-    *(aten.add.Tensor, aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.sub.Tensor),
-    *(aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar),
-    *(aten.sqrt.default, aten.rsqrt.default),
-    *(aten.relu.default, aten.silu.default, aten.sigmoid.default, aten.erf.default),
-    *(aten.tanh.default, aten.exp.default, aten.neg.default),
-    *(aten.where.self, aten.eq.Scalar, aten.logical_not.default),
+_NAMED = frozenset(
+    (
+        *(aten.add.Tensor, aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.sub.Tensor),
+        *(aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar),
+        *(aten.sqrt.default, aten.rsqrt.default),
+        *(aten.relu.default, aten.silu.default, aten.sigmoid.default, aten.erf.default),
+        *(aten.tanh.default, aten.exp.default, aten.neg.default),
+        *(aten.where.self, aten.eq.Scalar, aten.logical_not.default),
+    )
 )
 _REDUCTIONS: Mapping[Any, str] = {
     aten.mean.dim: "row_mean",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_core.fusion import computed_by
+from ipex_core.module_swap.base import computed_by
 from ipex_core.nn.rope import ROPE_KINDS, rope_frequencies
 from ipex_llm.arch import ExpertsPlan, LinearPlan, MlpPlan, NormPlan, RopePlan
 from ipex_llm.arch.detect.trace import (
