@@ -262,6 +262,7 @@ def install(
     monkeypatch.setattr(
         importlib.metadata, "version", lambda n: f"{minor}.0" if n == "vllm" else version(n)
     )
+    monkeypatch.setattr(importlib.metadata, "requires", lambda n: [])
     return modules
 
 

@@ -669,6 +669,15 @@ def test_kernels_without_the_ops_of_vllm_are_told(monkeypatch):
         extension_ops.define()
 
 
+def test_another_torch_than_vllm_wants_is_told(modules, monkeypatch, caplog):
+    wanted = ["numpy", "torchvision==0.29.0", "torch==2.14.0", "ray ; extra == 'ray'"]
+    assert plugin.torch_problem(wanted, "2.14.0+cu130") == ""
+    assert plugin.torch_problem(["torch>=2.10", "torch-extra==1.0"], "2.9.0") == ""
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch==9.9.0"])
+    assert plugin.platform() == plugin.PLATFORM
+    assert "torch must be 9.9.0, got 2." in caplog.text
+
+
 # --- cores of ranks ---------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ import importlib.metadata
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 __all__ = ["VERSIONS", "named", "platform", "register"]
 
@@ -51,6 +51,20 @@ def version_problem(version: str) -> str:
     return (
         f"vllm must be {known}, got {version}: install one of these, or another release of ipex-llm"
     )
+
+
+def torch_problem(wanted: Iterable[str], found: str) -> str:
+    """Return how torch differs from the one version that vLLM wants, or an empty string.
+
+    Args:
+        wanted: The requirements of vLLM, such as ``"torch==2.14.0"``.
+        found: The version of torch that is there, such as ``"2.13.0+cpu"``.
+    """
+    for line in wanted:
+        exact = re.match(r"torch *== *([\d.]+)", line)
+        if exact is not None and exact[1] != found.partition("+")[0]:
+            return f"torch must be {exact[1]}, got {found}: pip install torch=={exact[1]}"
+    return ""
 
 
 def gpu() -> str:
@@ -96,6 +110,10 @@ def platform() -> str | None:
     if problem := version_problem(version):
         _log.warning("vLLM plug-in: not used: %s", problem)
         return None
+    wanted = importlib.metadata.requires("vllm") or ()
+    if problem := torch_problem(wanted, importlib.metadata.version("torch")):
+        # vLLM's Python often runs with another one, so it is not refused.
+        _log.warning("vLLM plug-in: vllm %s: %s", version, problem)
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         # Ray sets it where it gives no GPU. Empty, it makes vLLM expect one later and take Triton for usable.
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"

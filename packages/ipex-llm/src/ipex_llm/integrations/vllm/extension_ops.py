@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of vLLM's C++ extension for CPUs that its Python calls without asking whether they are there.
 
-They are defined in the library ``_C`` where nothing else has defined them: those of each step by the native kernels,
-the others by functions on ops of ipex.
+They are defined in the library ``_C`` where nothing else has defined them. The native kernels have the ones that each
+step calls; the others are functions on ops of ipex.
 """
 
 from __future__ import annotations

@@ -35,11 +35,12 @@ def register_quantized_experts() -> tuple[str, ...]:
     """
     module: Any = importlib.import_module(_CPU_EXPERTS)
     done = []
-    for name, pack in (
-        ("CPUExpertsInt4", None),
-        ("CPUExpertsInt8", _pack_int8),
-        ("CPUExpertsMxfp4", _pack_mxfp4),
-    ):
+    packs: dict[str, Callable[[Any, Any], None] | None] = {
+        "CPUExpertsInt4": None,
+        "CPUExpertsInt8": _pack_int8,
+        "CPUExpertsMxfp4": _pack_mxfp4,
+    }
+    for name, pack in packs.items():
         stock = getattr(module, name, None)
         if stock is None:
             continue
@@ -184,9 +185,9 @@ def prepare_int4(
         The packed weights, and empty tensors for their scales and zero points, which they contain.
     """
     awq = getattr(quant_algo, "name", "") == "AWQ"
-    weights: list[torch.Tensor] = []
-    scales: list[torch.Tensor] = []
-    zeros: list[torch.Tensor | None] = []
+    weights: list[Tensor] = []
+    scales: list[Tensor] = []
+    zeros: list[Tensor | None] = []
     for words, scale, stored in (
         (w13_packed, w13_scale, w13_zeros),
         (w2_packed, w2_scale, w2_zeros),

@@ -91,7 +91,7 @@ def bind(ranks: int) -> None:
     """Set vLLM's variable for the ranks of this machine, if the user has not; its processes read it.
 
     Args:
-        ranks: Processes that compute on this machine, those of all data-parallel replicas.
+        ranks: Processes that compute on this machine, with all data-parallel replicas.
     """
     if os.environ.get(VARIABLE, "auto") != "auto":
         return
