@@ -36,6 +36,7 @@ from ipex_llm.entrypoints.cli.common import (
     load_model,
     load_tokenizer,
     quiet_transformers,
+    read_key,
     set_threads,
 )
 from ipex_llm.entrypoints.cli.parallel import (
@@ -553,27 +554,6 @@ def base_names(folder: Path, name: str | None) -> tuple[str, ...]:
         own = read_config(folder).get("_name_or_path")
         found += [own] if isinstance(own, str) and own else []
     return tuple(dict.fromkeys([*found, *([] if name is None else [name])]))
-
-
-def read_key(file: Path) -> str:
-    """Return the key of clients that a file has; editors of some systems put a mark of its encoding before it.
-
-    Raises:
-        ValueError: It has none, or one that no client can send.
-    """
-    try:
-        key = file.read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        got = f"the byte {error.object[error.start]:#04x} at {error.start}"
-        raise ValueError(f"serve: {file} must be text in UTF-8, got {got}") from None
-    if not key:
-        raise ValueError(f"serve: {file} must have a key, got an empty file")
-    wrong = next((c for c in key if ord(c) < 32 or ord(c) == 127), None)
-    if wrong is not None:
-        raise ValueError(
-            f"serve: {file} must have one line with a key, got the character {wrong!r}"
-        )
-    return key
 
 
 # -- Commands that write a model folder -------------------------------------------------------------------------------

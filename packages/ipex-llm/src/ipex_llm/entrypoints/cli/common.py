@@ -311,3 +311,24 @@ def _load_quantized(
         return ipex_llm.optimize(
             model, dtype=dtype, inplace=True, low_precision_checkpoint=checkpoint, **options
         )
+
+
+def read_key(file: Path) -> str:
+    """Return the key of clients that a file has; editors of some systems put a mark of its encoding before it.
+
+    Raises:
+        ValueError: It has none, or one that no client can send.
+    """
+    try:
+        key = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        got = f"the byte {error.object[error.start]:#04x} at {error.start}"
+        raise ValueError(f"serve: {file} must be text in UTF-8, got {got}") from None
+    if not key:
+        raise ValueError(f"serve: {file} must have a key, got an empty file")
+    wrong = next((c for c in key if ord(c) < 32 or ord(c) == 127), None)
+    if wrong is not None:
+        raise ValueError(
+            f"serve: {file} must have one line with a key, got the character {wrong!r}"
+        )
+    return key

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ipex_core.util.console import make_console
-from ipex_llm.entrypoints.cli.common import errors
+from ipex_llm.entrypoints.cli.common import errors, read_key
 
 __all__ = [
     "DataParallel",
@@ -90,7 +90,6 @@ def serve_parallel(ctx: typer.Context) -> None:
     with errors():
         import uvicorn
 
-        from ipex_llm.entrypoints.cli import read_key
         from ipex_llm.entrypoints.openai.engines import Engines, places
         from ipex_llm.entrypoints.openai.guard import Guard, protocol
         from ipex_llm.entrypoints.openai.router import Router

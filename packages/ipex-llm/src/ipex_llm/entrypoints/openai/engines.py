@@ -79,8 +79,8 @@ def places(
         count: Number of engines; None: one for each NUMA node, or for each ``each`` cores.
         each: Cores of an engine, where ``count`` is None; no engine has cores of two nodes then.
         cores: (node, hardware threads) of each core, node by node; None: as the machine has them.
-        quota: CPUs' worth of time of the control group, None without a limit; with ``cores`` None that of the
-            machine.
+        quota: CPUs' worth of time of the control group, None without a limit; with ``cores`` None the quota of
+            this process.
 
     Returns:
         A place for each engine. More engines than cores share the cores.
@@ -150,7 +150,7 @@ async def exchange(
         path: The socket.
         method: Of the request.
         target: Path and query.
-        headers: Besides those of the connection.
+        headers: Besides what belongs to the connection.
         body: All of it.
 
     Raises:
@@ -239,7 +239,7 @@ class EngineProcess:
             seconds: Most that it may take.
 
         Raises:
-            EngineGone: There is none.
+            EngineGone: It does not come.
         """
         method = b"GET" if body is None else b"POST"
         headers = [] if body is None else [(b"content-type", b"application/json")]

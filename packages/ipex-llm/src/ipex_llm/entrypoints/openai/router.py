@@ -37,6 +37,7 @@ _KEPT = 1 << 16
 _SLACK = 4
 #: What concerns all engines, and seconds that it may take.
 _LOAD, _UNLOAD, _LOADING = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", 120.0
+_NONE = "an engine must be up, got none: wait, then send the request again"
 #: Headers of a connection, which end here; and the name of a request, which `Guard` adds.
 _OWN = {
     *(b"connection", b"transfer-encoding", b"content-length", b"host", b"keep-alive", b"upgrade"),
@@ -242,10 +243,10 @@ class Router:
         try:
             found = [await engine.ask(target, body, _LOADING) for engine in self._up()]
         except EngineGone:
-            text = "an engine ended: send the request again"
+            text = "all engines must answer, got one that ended: send the request again"
             raise ApiError(503, text, "server_error") from None
         if not found:
-            raise ApiError(503, "no engine is up: send the request again", "server_error")
+            raise ApiError(503, _NONE, "server_error")
         status, text = next((answer for answer in found if answer[0] != 200), found[0])
         if status == 200:
             name = str(json.loads(body).get("lora_name"))
@@ -295,7 +296,7 @@ class Router:
         while True:
             up = self._up()
             if not up:
-                raise ApiError(503, "no engine is up: send the request again", "server_error")
+                raise ApiError(503, _NONE, "server_error")
             engine = self.prefixes.choose(digests, up)
             try:
                 await self._ask(engine, scope, body, send)
