@@ -19,7 +19,9 @@ namespace {
 class LineRows {
  public:
   // A panel of so many elements leaves room in L1: the lines that 32 rows see are few.
-  static constexpr int64_t kDepthOnce = 640, kDepth = 640;
+  static constexpr int64_t kDepth = 640;
+  // The next taps see the same rows again.
+  static constexpr bool kStreamed = false;
 
   // `offsets`: where a step finds its 32 channels, from the first tap of a row.
   LineRows(const BFloat16* first, int64_t channels, const int64_t* offsets)

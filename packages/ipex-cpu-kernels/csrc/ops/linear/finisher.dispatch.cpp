@@ -4,7 +4,26 @@
 #include "ipex/kernel/vec.h"
 #include "ipex/kernel/vec_math.h"
 
+#include <type_traits>
+
 namespace ipex {
+namespace {
+
+// Two vectors side by side.
+template <class T>
+IPEX_INLINE void store_pair(T* to, f32v a, f32v b) {
+#if IPEX_HAVE_AVX512_BF16
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const __m512bh pair = _mm512_cvtne2ps_pbh(b, a);
+    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(pair));
+    return;
+  }
+#endif
+  store(to, a);
+  store(to + kLanes, b);
+}
+
+}  // namespace
 
 template <class T>
 Finisher<T>::Finisher(const Epilogue& epilogue, int64_t column, int64_t count)
@@ -87,6 +106,12 @@ template <class F>
 IPEX_INLINE void Finisher<T>::run(const float* c, int64_t ldc, int64_t rows, int64_t row, T* y,
                                   int64_t y_stride, const F& value) const {
   const bool alone = !epilogue_->mul && !epilogue_->add && !epilogue_->add2;
+  // A panel of two vectors: what a tile block is.
+  if (alone && count_ == 2 * kLanes) {
+    for (int64_t r = 0; r < rows; ++r, c += ldc, y += y_stride)
+      store_pair(y, value(c, 0), value(c, kLanes));
+    return;
+  }
   for (int64_t r = 0; r < rows; ++r, c += ldc, y += y_stride) {
     if (alone) {
       int64_t i = 0;

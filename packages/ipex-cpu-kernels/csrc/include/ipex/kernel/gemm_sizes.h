@@ -9,12 +9,11 @@ namespace ipex {
 
 inline constexpr int64_t kTileRowsMost = 256;
 inline constexpr int64_t kTilePanelsMost = 32;
-inline constexpr int64_t kTileDepth = 256;      // elements along K in a piece, where there are many
-inline constexpr int64_t kTileDepthOnce = 512;  // up to here K is one piece
-inline constexpr int64_t kTileStep = 32 * 32;   // elements of x (and of W) that a step multiplies
-inline constexpr int64_t kTileLdc = 64;         // C lies as [32][64], for two panels
+inline constexpr int64_t kTileDepth = 512;     // elements along K in a piece, at most
+inline constexpr int64_t kTileStep = 32 * 32;  // elements of x (and of W) that a step multiplies
+inline constexpr int64_t kTileLdc = 64;        // C lies as [32][64], for two panels
 
-inline constexpr int64_t kTileScratchX = kTileRowsMost * kTileDepthOnce * 2;
+inline constexpr int64_t kTileScratchX = kTileRowsMost * kTileDepth * 2;
 inline constexpr int64_t kTileScratchC = kTileRowsMost * kTilePanelsMost * 32 * 4;
 inline constexpr int64_t kTileScratch = kTileScratchX + kTileScratchC;
 

@@ -14,10 +14,11 @@ namespace {
 // - A block of x is copied into the order of the tiles, so that its lines lie side by side (rows
 //   whose distance is a multiple of 4 KiB would fight for few places in L1); see PlainRows.
 // - K is cut so that 32 rows of x, a panel of W and C fit L1: the panel stays there while the rows
-//   stream from L2. C lies in L2 between the pieces of K. Up to kTileDepthOnce there is one piece.
+//   stream from L2. C lies in L2 between the pieces of K. Up to kTileDepth there is one piece.
 // - What is needed next (the following panel, the following piece of x) is fetched into L2.
-// - The vector units finish a block while tiles multiply the next one. In one go: a few rows per
-//   step cost more than the overlap gains.
+// - A copy of x is streamed past the panel, which so stays in L1.
+// - The vector units finish a block while tiles multiply the next one, in some pieces: a call for a
+//   few rows each step costs more than the overlap gains.
 
 // Lines to be fetched into L2, a few at a time: `rows` rows of `lines` lines.
 struct Ahead {
@@ -49,11 +50,31 @@ struct Waiting {
   const Finisher<BFloat16>* finisher = nullptr;
   const float* c = nullptr;
   int64_t panel = 0, row = 0, rows = 0;
+  // Steps between two pieces and to the next one, rows of a piece.
+  int64_t every = 0, left = 0, piece = 0;
 
-  void finish() {
-    if (rows > 0) block->finish(*finisher, panel, c, kTileLdc, row, rows);
-    rows = 0;
+  // The next block has so many steps.
+  IPEX_INLINE void spread(int64_t steps) {
+    const int64_t pieces = steps < kPieces ? steps + 1 : kPieces;
+    every = left = (steps + kPieces - 1) / kPieces;
+    piece = (rows + pieces - 1) / pieces;
   }
+  IPEX_INLINE void step() {
+    if (--left > 0 || rows <= 0) return;
+    left = every;
+    finish(piece < rows ? piece : rows);
+  }
+  void finish(int64_t count) {
+    block->finish(*finisher, panel, c, kTileLdc, row, count);
+    c += count * kTileLdc;
+    row += count;
+    rows -= count;
+  }
+  void finish() {
+    if (rows > 0) finish(rows);
+  }
+
+  static constexpr int64_t kPieces = 4;
 };
 
 // 32 (or 16, !kTwo) rows, block `block` of x, times one panel. `last` is the weight of a step
@@ -79,18 +100,26 @@ void multiply_tiles(const Rows& x, int64_t block, const BFloat16* w, int64_t ste
   const auto step = [&](int64_t s, const BFloat16* panel) IPEX_LAMBDA {
     const BFloat16* a = x.at(block, s);
     _tile_loadd(6, panel, kPanel * 4);
-    _tile_loadd(4, a, x.stride() * 2);
+    if constexpr (Rows::kStreamed)
+      _tile_stream_loadd(4, a, x.stride() * 2);
+    else
+      _tile_loadd(4, a, x.stride() * 2);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, panel + 32, kPanel * 4);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (kTwo) {
-      _tile_loadd(5, a + 16 * x.stride(), x.stride() * 2);
+      if constexpr (Rows::kStreamed)
+        _tile_stream_loadd(5, a + 16 * x.stride(), x.stride() * 2);
+      else
+        _tile_loadd(5, a + 16 * x.stride(), x.stride() * 2);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
     next_w.step();
     next_x.step();
+    waiting.step();
   };
+  waiting.spread(steps);
   for (int64_t s = 0; s < steps; ++s) step(s, w + s * kTileStep);
   if (last) step(steps, last);
   waiting.finish();  // while the last tiles are still multiplied
@@ -105,7 +134,8 @@ void multiply_tiles(const Rows& x, int64_t block, const BFloat16* w, int64_t ste
 // Where the tiles get x from: its rows as they lie in memory, copied into the order of tiles.
 class PlainRows {
  public:
-  static constexpr int64_t kDepthOnce = kTileDepthOnce, kDepth = kTileDepth;
+  static constexpr int64_t kDepth = kTileDepth;
+  static constexpr bool kStreamed = true;
 
   // `copy` has kTileScratchX bytes.
   PlainRows(const GemmBlock<BFloat16>& g, char* copy)
@@ -154,7 +184,7 @@ template <class Rows>
 void gemm_block_tiles(const GemmBlock<BFloat16>& g, Rows& x, float* c) {
   alignas(64) BFloat16 last[kTileStep];
   const bool gated = g.epilogue->gated;
-  const int64_t pieces = g.k <= Rows::kDepthOnce ? 1 : (g.k + Rows::kDepth - 1) / Rows::kDepth;
+  const int64_t pieces = g.k <= Rows::kDepth ? 1 : (g.k + Rows::kDepth - 1) / Rows::kDepth;
   const int64_t depth = ((g.k + pieces - 1) / pieces + 31) / 32 * 32;
   const int64_t blocks = (g.rows + 31) / 32, size = panel_size<BFloat16>(g.k);
   const int64_t even_k = (g.k + 1) / 2 * 2;
