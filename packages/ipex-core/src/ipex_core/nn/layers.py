@@ -96,7 +96,7 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
         x = self._cast(x, weight) if self._dtype is not None else x
         eps = self.eps
         if stays_stock("rms_norm", x):
-            return torch.rms_norm(x, self.normalized_shape, weight, eps)  # type: ignore[arg-type]
+            return torch.rms_norm(x, self.normalized_shape, weight, eps)
         if self._kernel and not stock_only(x):
             return rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
         if is_stand_in(x):

@@ -155,10 +155,10 @@ def _check_config(config: Mapping[str, Any], base_names: Iterable[str]) -> str |
                 " supported"
             )
     for name in ("lora_alpha", "r"):
-        value: Any = config.get(name)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not abs(value) <= 1e9 or (name == "r" and value < 1):
-            raise ValueError(f"lora_path must have a number as {name}, got {str(value)[:40]!r}")
+        number: Any = config.get(name)
+        good = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not good or not abs(number) <= 1e9 or (name == "r" and number < 1):
+            raise ValueError(f"lora_path must have a number as {name}, got {str(number)[:40]!r}")
     base = config.get("base_model_name_or_path")
     if base is None or base == "":
         return None

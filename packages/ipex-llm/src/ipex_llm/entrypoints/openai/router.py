@@ -247,13 +247,13 @@ class Router:
             raise ApiError(503, text, "server_error") from None
         if not found:
             raise ApiError(503, _NONE, "server_error")
-        status, text = next((answer for answer in found if answer[0] != 200), found[0])
+        status, reply = next((answer for answer in found if answer[0] != 200), found[0])
         if status == 200:
             name = str(json.loads(body).get("lora_name"))
             self._adapters.pop(name, None)
             if target == _LOAD.encode():
                 self._adapters[name] = body
-        await _send(send, status, [(b"content-type", b"application/json")], text)
+        await _send(send, status, [(b"content-type", b"application/json")], reply)
 
     async def _adapt(self, engine: EngineProcess) -> None:
         """Load adapters into an engine that starts again."""
