@@ -347,7 +347,7 @@ READER = _Reader()
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self._tensors: list[Tensor] = []  # an id is unique only while its tensor lives
         self._nodes: dict[int, fx.Node] = {}
@@ -389,7 +389,8 @@ def graph_of(function: Callable[..., Tensor], *tensors: Tensor) -> fx.Graph:
         Exception: Whatever the function raises; ValueError if an op writes to an argument or returns a number; KeyError
             for a tensor from elsewhere.
     """
-    with torch.no_grad(), _Recorder(tensors) as recorder:
+    recorder = _Recorder(tensors)
+    with torch.no_grad(), recorder:
         result = function(*tensors)
     recorder.graph.output(recorder.node(result))
     return recorder.graph
