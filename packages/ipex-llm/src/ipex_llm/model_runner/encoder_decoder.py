@@ -10,10 +10,11 @@ their tokens become a group of queries of each head, so the cache is read once f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.program import Program, ProgramBuilder, Register
@@ -26,9 +27,9 @@ from ipex_llm.model_runner.dense import (
     UnsupportedPlan,
     WeightStore,
 )
-from ipex_llm.model_runner.program import GATES, check_mlp, write_inner
+from ipex_llm.model_runner.program import GATES, check_forms, check_mlp, write_inner
 
-__all__ = ["PairRunner"]
+__all__ = ["PairRunner", "unsupported_pair"]
 
 Tensor = torch.Tensor
 
@@ -64,16 +65,14 @@ class PairRunner:
         self.store = WeightStore(dtype, shared)
         attention = plan.layers[0].attention
         self.heads, self.head_dim = attention.heads, attention.head_dim
-        #: Heads and their size of keys and values of the encoder.
-        self.cross_heads, self.cross_dim = plan.layers[0].cross.heads, plan.layers[0].cross.head_dim
         self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-        #: Numbers of layers by the table of distances that they share.
+        #: Tables of distances, which layers may share.
         self.biases = list(dict.fromkeys(one.bias for one in plan.layers if one.bias is not None))
         self._strips: list[Tensor] = []
         self._programs: dict[tuple[bool, bool], Program] = {}
         try:
             for layer in plan.layers:
-                _check(layer, self)
+                _check(layer, plan)
             self.layers = [self._pack(layer) for layer in plan.layers]
             self.head = self.store.linear(plan.head)
             self._program(masked=False, alone=True)  # what cannot be written raises here
@@ -186,7 +185,10 @@ class PairRunner:
             self._strips = [bias.values(size).flip(1).contiguous() for bias in self.biases]
         size = self._strips[0].shape[1]
         if count == 1:
-            return [strip[:, size - total :].unflatten(0, (1, -1)).unsqueeze(2) for strip in self._strips]
+            return [
+                strip[:, size - total :].unflatten(0, (1, -1)).unsqueeze(2)
+                for strip in self._strips
+            ]
         far = torch.arange(past, total).unsqueeze(1) - torch.arange(total)
         places = size - 1 - far.clamp_min(0)
         return [strip[:, places].unsqueeze(0) for strip in self._strips]
@@ -224,13 +226,41 @@ class PairRunner:
         return logits.view(*tokens.shape, -1)
 
 
-def _check(layer: PairLayerPlan, runner: PairRunner) -> None:
-    attention, cross = layer.attention, layer.cross
+def _check(layer: PairLayerPlan, plan: PairPlan) -> None:
+    """Raise UnsupportedPlan if no op computes a part of a layer."""
     check_mlp(layer.mlp)
-    if (attention.heads, attention.head_dim) != (runner.heads, runner.head_dim):
-        raise UnsupportedPlan("layers have heads of different number or size")
-    if (cross.heads, cross.head_dim) != (runner.cross_heads, runner.cross_dim):
-        raise UnsupportedPlan("layers have heads of different number or size for the encoder's rows")
+    first = plan.layers[0]
+    for name, one, other in (
+        ("self attention", layer.attention, first.attention),
+        ("cross attention", layer.cross, first.cross),
+    ):
+        if (one.heads, one.head_dim) != (other.heads, other.head_dim):
+            raise UnsupportedPlan(f"heads of {name} differ between layers")
+
+
+def unsupported_pair(plan: PairPlan, form: Callable[[nn.Module], object]) -> str | None:
+    """Return why no program can be written for a plan, before any weight is packed; None if nothing is known.
+
+    Args:
+        plan: The plan.
+        form: Returns how the weight of a linear layer will be quantized, None for floats.
+    """
+    try:
+        for layer in plan.layers:
+            _check(layer, plan)
+            mlp = layer.mlp
+            gated = mlp.gate is not None and mlp.activation in GATES
+            ups = (mlp.up,) if mlp.gate is None else (mlp.gate, mlp.up)
+            for linear in (layer.attention.qkv, layer.cross.key_value, mlp.down):
+                check_forms((linear,), False, form)
+            for group in (ups,) if gated else ((one,) for one in ups):
+                check_forms(group, gated, form)
+            for linear in (layer.attention.output, layer.cross.query, layer.cross.output):
+                check_forms((linear,), False, form)
+        check_forms((plan.head,), False, form)
+    except UnsupportedPlan as error:
+        return str(error)
+    return None
 
 
 def _linear(b: ProgramBuilder, weight: Linear, x: Register, **post: Any) -> Register:
@@ -351,5 +381,3 @@ class _Step:
         out = b.call("contiguous", b.call("transpose", out, 1, 2))
         result = b.call("reshape", out, [-1, a.heads * a.head_dim])
         return result
-
-

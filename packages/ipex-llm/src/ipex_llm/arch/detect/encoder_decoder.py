@@ -348,9 +348,7 @@ def _layer(
     )
     block = _parent(trace, layer, parts.mlp[0])
     mlp = match_mlp(trace, block, [(trace.names[m], m) for m in parts.mlp])
-    return first, PairLayerPlan(
-        layer, attention, norms[0], cross, norms[1], mlp, norms[2], bias
-    )
+    return first, PairLayerPlan(layer, attention, norms[0], cross, norms[1], mlp, norms[2], bias)
 
 
 # -- Around the layers ------------------------------------------------------------------------------------------------
@@ -425,9 +423,7 @@ def _end(
     return None, x
 
 
-def _head(
-    trace: PairTrace, x: Tensor
-) -> tuple[LinearPlan, float, tuple[nn.Module, str] | None]:
+def _head(trace: PairTrace, x: Tensor) -> tuple[LinearPlan, float, tuple[nn.Module, str] | None]:
     """Return the head, a factor on what it gives, and what is added to that."""
     logits = trace.outputs.get(trace.model)
     if logits is None:
