@@ -47,7 +47,7 @@ class RelativeBias:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CrossPlan:
-    """Attention of a decoder's rows to those of the encoder."""
+    """Attention of a decoder's rows to the encoder's."""
 
     query: LinearPlan
     key_value: LinearPlan  # rows: all key heads, all value heads

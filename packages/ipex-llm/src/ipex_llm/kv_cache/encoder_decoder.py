@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of an encoder-decoder that runs as programs, as a cache of transformers.
 
-Keys and values of the encoder's rows are made once and shared by all sequences of a row: beams that are chosen anew
-move those of their own tokens only. An empty EncoderDecoderCache is turned into one in place, and back when the model's
-own forward needs it.
+Keys and values of the encoder's rows are made once and shared by all sequences of a row: choosing other beams moves
+keys and values of their own tokens only. An empty EncoderDecoderCache is turned into one in place, and back when the
+model's own forward needs it.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ from ipex_llm.optimization.request import Request, checked
 from ipex_llm.patch import attach_decoder, attach_layers, optimize_rest, share_random
 from ipex_llm.patch.encoder_decoder import attach_pair, find_pair
 from ipex_quant.kv_cache import KVCacheScales
+from ipex_quant.weight_only.torchao import replace_torchao
 
 __all__ = ["OptimizePlan", "optimize", "optimize_transformers", "plan", "planned"]
 
@@ -236,6 +237,7 @@ def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
 def _run(model: nn.Module, request: Request) -> nn.Module:
     """Do all that is asked for, in place: load, decide, shard, quantize, pack, attach, report."""
     adopt(model)
+    replace_torchao(model)
     if request.checkpoint is not None:
         _load(model, request)
     decision = decide(model, request)
@@ -376,6 +378,7 @@ def planned(model: nn.Module, request: Request) -> OptimizePlan:
     """
     outline = _outline(model)
     adopt(outline)
+    replace_torchao(outline)
     if request.checkpoint is None:
         return decide(outline, request).plan
     form = _checkpoint_form(outline, *request.checkpoint)

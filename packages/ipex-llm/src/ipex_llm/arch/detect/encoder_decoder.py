@@ -44,7 +44,7 @@ __all__ = ["is_pair", "match_pair"]
 
 Tensor = torch.Tensor
 
-#: Rows that stand for those of the encoder.
+#: Rows that stand for the encoder's.
 ROWS = 5
 
 
