@@ -165,6 +165,29 @@ def _t5(gated: bool = False) -> nn.Module:
     return randomize(transformers.T5ForConditionalGeneration(config))
 
 
+def _bart(prefix: str, model: str = "", **more: Any) -> nn.Module:
+    """Return a model of the families that descend from BART."""
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=VOCAB,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+        **more,
+    )
+    kind = getattr(transformers, model or f"{prefix}ForConditionalGeneration")
+    return randomize(kind(config))
+
+
 def _whisper() -> nn.Module:
     config = transformers.WhisperConfig(
         vocab_size=VOCAB,
@@ -216,6 +239,13 @@ _VISION = ("llava", "mllama")
 ENCODER_DECODERS: dict[str, Callable[[], nn.Module]] = {
     "t5": _t5,
     "t5_gated": functools.partial(_t5, gated=True),
+    "bart": functools.partial(_bart, "Bart"),
+    "mbart": functools.partial(_bart, "MBart", scale_embedding=True),
+    "marian": functools.partial(
+        _bart, "Marian", "MarianMTModel", decoder_vocab_size=VOCAB, activation_function="silu"
+    ),
+    "m2m_100": functools.partial(_bart, "M2M100"),
+    "pegasus": functools.partial(_bart, "Pegasus"),
     "whisper": _whisper,
 }
 

@@ -23,6 +23,7 @@ import ipex_core
 import ipex_quant
 from ipex_llm.generation._loop import Loop
 from ipex_llm.model_runner import Runner, woq_experts
+from ipex_llm.model_runner.encoder_decoder import PairRunner
 from ipex_llm.optimization import optimize
 from ipex_llm.patch.decoder import _silent
 
@@ -87,7 +88,8 @@ def logits(model: Any, name: str) -> Tensor:
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(name).items()}
     if name in ENCODER_DECODERS:
-        given["decoder_input_ids"] = tokens(1, 9, seed=3)
+        rows = model.get_encoder()(*given.values())
+        given = {"encoder_outputs": rows, "decoder_input_ids": tokens(1, 9, seed=3)}
     result: Tensor = model(**given, use_cache=False).logits.float()
     return result
 
@@ -172,17 +174,23 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.programs = self.loops = 0
-        run, loop = Runner.run, Loop.run
+        loop = Loop.run
 
-        def counted(runner: Runner, *args: Any, **kwargs: Any) -> Any:
-            self.programs += not _silent.get()  # not those of proofs
-            return run(runner, *args, **kwargs)
+        def count(kind: type[Runner] | type[PairRunner]) -> None:
+            run = kind.run
+
+            def counted(runner: Any, *args: Any, **kwargs: Any) -> Any:
+                self.programs += not _silent.get()  # not those of proofs
+                return run(runner, *args, **kwargs)
+
+            monkeypatch.setattr(kind, "run", counted)
 
         def counted_loop(one: Loop, *args: Any, **kwargs: Any) -> Any:
             self.loops += not _silent.get()
             return loop(one, *args, **kwargs)
 
-        monkeypatch.setattr(Runner, "run", counted)
+        count(Runner)
+        count(PairRunner)
         monkeypatch.setattr(Loop, "run", counted_loop)
 
     def check(self, depth: int, steps: int, loops: int = 0) -> None:

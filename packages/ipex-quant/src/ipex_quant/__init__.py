@@ -93,6 +93,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_quant.weight_only.linear import QuantMethod as QuantMethod
     from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear as WeightOnlyQuantizedLinear
     from ipex_quant.weight_only.linear import WoqWeightFormat as WoqWeightFormat
+    from ipex_quant.weight_only.torchao import save_torchao as save_torchao
 
 #: Module -> public names that it has.
 _MODULES = {
@@ -121,6 +122,7 @@ _MODULES = {
     "weight_only.convert": "combine_linears quantize_linears",
     "weight_only.gptq": "gptq",
     "weight_only.linear": "QuantDtype QuantMethod WeightOnlyQuantizedLinear WoqWeightFormat",
+    "weight_only.torchao": "save_torchao",
 }
 #: Public name -> module that has it.
 _LAZY = {name: f"ipex_quant.{at}" for at, names in _MODULES.items() for name in names.split()}

@@ -243,7 +243,7 @@ def unsupported_reason(
             if layer.attention.latent is not None:
                 check_latent(layer.attention)
         for modules, gated in _groups(plan):
-            _check_forms(modules, gated, form)
+            check_forms(modules, gated, form)
         for layer in plan.layers:
             if isinstance(layer.mlp, ExpertsPlan):
                 check_experts(layer.mlp, form)
@@ -280,7 +280,7 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
                 yield (block.gate,), False
 
 
-def _check_forms(
+def check_forms(
     plans: tuple[LinearPlan, ...], gated: bool, form: Callable[[nn.Module], object]
 ) -> None:
     """Raise if linear layers have no common packed weight."""

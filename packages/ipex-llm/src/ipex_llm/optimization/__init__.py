@@ -22,6 +22,7 @@ from ipex_core.optimization import copy_model
 from ipex_core.optimization.records import Record, class_name, log_of
 from ipex_llm.arch import DecoderPlan
 from ipex_llm.arch.detect import Found
+from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.distributed import (
     adopt,
     divide,
@@ -43,7 +44,9 @@ from ipex_llm.optimization.decide import (
 from ipex_llm.optimization.proof import small_copy
 from ipex_llm.optimization.request import Request, checked
 from ipex_llm.patch import attach_decoder, attach_layers, optimize_rest, share_random
+from ipex_llm.patch.encoder_decoder import attach_pair, find_pair
 from ipex_quant.kv_cache import KVCacheScales
+from ipex_quant.weight_only.torchao import replace_torchao
 
 __all__ = ["OptimizePlan", "optimize", "optimize_transformers", "plan", "planned"]
 
@@ -234,6 +237,7 @@ def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
 def _run(model: nn.Module, request: Request) -> nn.Module:
     """Do all that is asked for, in place: load, decide, shard, quantize, pack, attach, report."""
     adopt(model)
+    replace_torchao(model)
     if request.checkpoint is not None:
         _load(model, request)
     decision = decide(model, request)
@@ -247,9 +251,16 @@ def _run(model: nn.Module, request: Request) -> nn.Module:
     elif choice is not None:
         with uncovered(model):
             stack, layers = quantize(model, stack, choice, layers)
-    optimize_rest(model, request.dtype, layers, stack)  # packs what no program packs
-    if stack is not None:
-        problem = attach_decoder(model, stack, request.kv, decision.kv_scales)
+    pair = decision.pair
+    if pair is not None and choice is not None:  # its linear layers are other modules now
+        pair = _found_again(model, pair)
+    optimize_rest(model, request.dtype, layers, stack or pair)  # packs what no program packs
+    if stack is not None or decision.pair is not None:
+        if stack is not None:
+            problem = attach_decoder(model, stack, request.kv, decision.kv_scales)
+        else:
+            problem = "its quantized layers are not understood"
+            problem = problem if pair is None else attach_pair(model, pair)
         if problem is not None:  # the stack cannot be packed, against what was planned
             ipex_core.restore(model)
             decision = refused(decision, model, problem)
@@ -266,6 +277,12 @@ def _run(model: nn.Module, request: Request) -> nn.Module:
         share_random(model)
     _report(model, decision)
     return model
+
+
+def _found_again(model: nn.Module, pair: PairPlan) -> PairPlan | None:
+    """Return the plan of an encoder-decoder whose linear layers were exchanged."""
+    found, _ = find_pair(model)
+    return None if found is None else dataclasses.replace(found, stock_calls=pair.stock_calls)
 
 
 def _shard(model: nn.Module, decision: Decision) -> tuple[DecoderPlan | None, Choice | None]:
@@ -361,6 +378,7 @@ def planned(model: nn.Module, request: Request) -> OptimizePlan:
     """
     outline = _outline(model)
     adopt(outline)
+    replace_torchao(outline)
     if request.checkpoint is None:
         return decide(outline, request).plan
     form = _checkpoint_form(outline, *request.checkpoint)

@@ -16,16 +16,20 @@ from torch.ao.quantization import QConfigMapping
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import FLOATS, dtype_name
 from ipex_core.optimization.records import Record, class_name
-from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
+from ipex_llm.arch import DecoderPlan, ExpertsPlan
 from ipex_llm.arch.detect import Found, layer_plans
+from ipex_llm.arch.detect.encoder_decoder import is_pair
+from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.distributed import TensorParallel, divisible, is_sharded, uncovered
 from ipex_llm.distributed.cut import GRAINS
 from ipex_llm.distributed.shard import head_sizes, inner_size, shard_numbers
+from ipex_llm.model_runner.encoder_decoder import unsupported_pair
 from ipex_llm.model_runner.program import unsupported_reason
 from ipex_llm.model_runner.woq_model import Choice, choose
-from ipex_llm.optimization.proof import prove_layers, prove_stack
+from ipex_llm.optimization.proof import prove_layers, prove_pair, prove_stack
 from ipex_llm.optimization.request import Request
 from ipex_llm.patch import find_plan, layer_alone, row_dtype
+from ipex_llm.patch.encoder_decoder import find_pair
 from ipex_llm.records import record_of
 from ipex_quant.kv_cache import KVCacheScales
 from ipex_quant.qconfig.static import qconfig_of
@@ -190,6 +194,7 @@ class Decision:
         choice: The weights that are to be quantized, or None.
         kv_scales: Scales of the cache of the stack, or None.
         grains: Inner features of the mlp that stay together where the model is divided.
+        pair: Structure of the decoder of an encoder-decoder, None if it does not run as one program.
     """
 
     plan: OptimizePlan
@@ -200,6 +205,7 @@ class Decision:
     choice: Choice | None
     kv_scales: KVCacheScales | None
     grains: tuple[int, ...]
+    pair: PairPlan | None = None
 
 
 def decide(model: nn.Module, request: Request, form: Form | None = None) -> Decision:
@@ -224,6 +230,8 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
     elif request.static:
         reason = reason or "the model is static INT8"
     elif not reason:
+        if is_pair(model):
+            return _pair(model, request, form, grains)
         found, reason = find_plan(model)
     divided = sharded or (parallel is not None and parallel.ranks > 1)
     whole = found if parallel is not None else None
@@ -248,6 +256,23 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
     return Decision(plan, request, whole, stack, tuple(layers), choice, scales, grains)
 
 
+def _pair(
+    model: nn.Module, request: Request, form: Form | None, grains: tuple[int, ...]
+) -> Decision:
+    """Return what is to be done with an encoder-decoder."""
+    pair, reason = find_pair(model)
+    if pair is not None:
+        pair, reason = prove_pair(model, pair, request.dtype or _first_dtype(model))
+    choice = None
+    if request.weight_config is not None:
+        choice = choose(model, None, request.weight_config)
+    if pair is not None:
+        reason = unsupported_pair(pair, form or _form(choice))
+        pair = pair if reason is None else None
+    plan = _described(model, request, pair, reason, [], choice, None, None, grains)
+    return Decision(plan, request, None, None, (), choice, None, grains, pair)
+
+
 def refused(decision: Decision, model: nn.Module, reason: str) -> Decision:
     """Return a decision without the program of the whole stack, which could not be packed."""
     request = decision.request
@@ -257,7 +282,7 @@ def refused(decision: Decision, model: nn.Module, reason: str) -> Decision:
     plan = dataclasses.replace(
         decision.plan, depth=_depth(None, layers), reason=reason, layers=_records(None, layers, {})
     )
-    return dataclasses.replace(decision, plan=plan, stack=None, layers=tuple(layers))
+    return dataclasses.replace(decision, plan=plan, stack=None, layers=tuple(layers), pair=None)
 
 
 def _grains(config: Any) -> tuple[int, ...]:
@@ -355,14 +380,17 @@ def without_layers(decision: Decision, problems: Mapping[str, str]) -> Decision:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def _depth(stack: DecoderPlan | None, layers: Sequence[Found]) -> int:
+_NO_KV = "kv_cache_dtype has no effect: the cache of an encoder-decoder has the dtype of the model"
+
+
+def _depth(stack: DecoderPlan | PairPlan | None, layers: Sequence[Found]) -> int:
     return 3 if stack is not None else 2 if any(layer.plan is not None for layer in layers) else 1
 
 
 def _described(
     model: nn.Module,
     request: Request,
-    stack: DecoderPlan | None,
+    stack: DecoderPlan | PairPlan | None,
     reason: str | None,
     layers: Sequence[Found],
     choice: Choice | None,
@@ -372,9 +400,10 @@ def _described(
 ) -> OptimizePlan:
     names = {id(module): name for name, module in model.named_modules()}
     parallel = request.parallel or record_of(model).parallel
+    pair = isinstance(stack, PairPlan)
     shards: tuple[PlannedShard, ...] = ()
     if parallel is not None and parallel.ranks > 1:
-        found = whole or stack
+        found = whole or (None if isinstance(stack, PairPlan) else stack)
         shards = tuple(_shards(found, not is_sharded(model), parallel, grains, names))
     before, after = _bytes(model, request, choice)
     calibrating = request.static and request.summary is None
@@ -388,18 +417,19 @@ def _described(
         layers=_records(stack, layers, names),
         linears=tuple(_linears(model, request, choice)),
         experts=tuple(_experts(stack, layers, choice, names)),
-        kv_cache=_cache_text(request.kv, scales),
+        kv_cache=_cache_text(None if pair else request.kv, scales),
         ranks=1 if parallel is None else parallel.ranks,
         rank=0 if parallel is None else parallel.rank,
         shards=shards,
         rest=() if leaves_rest else _rest(model, stack, layers),
         bytes_before=before,
         bytes_after=None if shards else after,
+        notes=(_NO_KV,) if pair and request.kv is not None else (),
     )
 
 
 def _records(
-    stack: DecoderPlan | None, layers: Sequence[Found], names: dict[int, str]
+    stack: DecoderPlan | PairPlan | None, layers: Sequence[Found], names: dict[int, str]
 ) -> tuple[Record, ...]:
     op = "ipex::program_run"
     if stack is not None:
@@ -476,7 +506,7 @@ def _scheme(qconfig: QConfigWoq) -> str:
 
 
 def _experts(
-    stack: DecoderPlan | None,
+    stack: DecoderPlan | PairPlan | None,
     layers: Sequence[Found],
     choice: Choice | None,
     names: dict[int, str],
@@ -489,7 +519,7 @@ def _experts(
         said = "quantized" if problem is None else f"experts are not quantized: {problem}"
         kernel = op if problem is None else ""
         yield Record(name, class_name(module), "experts", problem is None, said, kernel)
-    plans: list[LayerPlan | None] = [layer.plan for layer in layers]
+    plans: Sequence[Any] = [layer.plan for layer in layers]
     for plan in plans if stack is None else stack.layers:
         mlp = None if plan is None else plan.mlp
         if isinstance(mlp, ExpertsPlan) and id(mlp.module) not in told:
@@ -535,7 +565,7 @@ def _shards(
 
 
 def _rest(
-    model: nn.Module, stack: DecoderPlan | None, layers: Sequence[Found]
+    model: nn.Module, stack: DecoderPlan | PairPlan | None, layers: Sequence[Found]
 ) -> tuple[tuple[str, int], ...]:
     """Return classes and numbers of the modules with parameters that no program runs."""
     programs: list[nn.Module] = [layer.module for layer in layers if layer.plan is not None]

@@ -16,6 +16,7 @@ from ipex_core.module_swap.state_dict import update as update_core
 from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.arch import DecoderPlan, linear_modules
 from ipex_llm.arch.detect import Found, layer_plans, parameter_names
+from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.distributed import parallel_plan
 from ipex_llm.model_runner import Rope, Runner
 from ipex_llm.model_runner.dense import Owners, UnsupportedPlan
@@ -53,7 +54,7 @@ def optimize_rest(
     model: nn.Module,
     dtype: torch.dtype | None,
     layers: Sequence[Found],
-    plan: DecoderPlan | None = None,
+    plan: DecoderPlan | PairPlan | None = None,
 ) -> None:
     """Let `ipex_core.optimize` work on a model, but for packing the linear layers that plans pack side by side."""
     modules = [*linear_modules((plan, *(layer.plan for layer in layers)))]
@@ -225,7 +226,7 @@ def _shared(model: nn.Module) -> dict[int, Owners]:
 def _undo(module: nn.Module) -> None:
     """Take back what `attach_decoder` did to a module; called by `ipex.restore`."""
     runner = record_of(module).runner
-    if isinstance(runner, Runner):
+    if runner is not None:
         runner.store.undo()
     update_core(module, undo=None)
     update(module, runner=None, patch=None)

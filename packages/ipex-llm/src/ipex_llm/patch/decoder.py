@@ -42,7 +42,7 @@ class Patch:
     """
 
     top: nn.Module
-    rebuild: Callable[[nn.Module], Runner | None]
+    rebuild: Callable[[nn.Module], Any]
     kv: torch.dtype | None = None
     kv_scales: KVCacheScales | None = None
     stock_calls: frozenset[str] = frozenset()
@@ -378,14 +378,14 @@ def check_inference(module: nn.Module) -> None:
         raise Reason("the call is traced")
 
 
-def usable_runner(module: Any) -> Runner:
-    """Return the runner of a decoder if it may run now.
+def usable_runner(module: Any) -> Any:
+    """Return the runner of a decoder, layer or encoder-decoder if it may run now.
 
     Raises:
         Reason: Why not.
     """
     runner = module.__dict__[KEY].runner
-    if not isinstance(runner, Runner):
+    if runner is None:
         runner = _revive(module)
     check_inference(module)
     if not runner.fresh():
@@ -393,7 +393,7 @@ def usable_runner(module: Any) -> Runner:
     return runner
 
 
-def _revive(module: Any) -> Runner:
+def _revive(module: Any) -> Any:
     """Pack again: the parameters are others than those that were packed, or this is a copy."""
     patch = patch_of(module)
     runner = None if patch is None else patch.rebuild(module)

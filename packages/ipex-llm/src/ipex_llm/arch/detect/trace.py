@@ -85,8 +85,7 @@ class Trace:
         config = getattr(model, "config", None)
         if model.training:
             raise MatchError("", "is in training mode; call model.eval() first")
-        if getattr(config, "is_encoder_decoder", False):
-            raise MatchError("", "is an encoder and a decoder, not a decoder alone")
+        self._check(config)
         tensors = list(model.parameters())
         if any(t.is_meta for t in tensors):
             raise MatchError(
@@ -95,6 +94,13 @@ class Trace:
         device = tensors[0].device if tensors else torch.device("cpu")
         self.ids = _tokens(config).to(device)
         self._run()
+
+    def _check(self, config: Any) -> None:
+        if getattr(config, "is_encoder_decoder", False):
+            raise MatchError("", "is an encoder and a decoder, not a decoder alone")
+
+    def _call(self) -> Any:
+        return self.model(input_ids=self.ids.unsqueeze(0), use_cache=False)
 
     def _run(self) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -117,7 +123,7 @@ class Trace:
                 hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
             try:
-                self.model(input_ids=self.ids.unsqueeze(0), use_cache=False)
+                self._call()
             except Exception as error:  # anything can go wrong in a model that is not a decoder
                 text = str(error).strip().partition("\n")[0]
                 raise MatchError(

@@ -9,6 +9,7 @@ must give what its stock forward gives in all `probes`.
 
 from __future__ import annotations
 
+from ipex_llm.optimization.proof.encoder_decoder import prove_pair
 from ipex_llm.optimization.proof.prove import prove_layers, prove_stack, small_copy
 
-__all__ = ["prove_layers", "prove_stack", "small_copy"]
+__all__ = ["prove_layers", "prove_pair", "prove_stack", "small_copy"]

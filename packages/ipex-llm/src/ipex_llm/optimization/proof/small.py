@@ -132,7 +132,7 @@ def _cut_layers(config: Any) -> None:
             setattr(config, name, type(value)(value[index] for index in chosen))
         elif _integer(value) and _IS_DENSE.search(name) and value <= count:
             setattr(config, name, sum(index < value for index in chosen))
-    for name in (*_LAYERS, "encoder_layers"):
+    for name in (*_LAYERS, "encoder_layers", "num_decoder_layers"):
         if _integer(_get(config, name)):
             setattr(config, name, min(len(chosen), _get(config, name)))
 
