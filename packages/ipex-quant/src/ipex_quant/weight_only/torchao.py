@@ -249,10 +249,11 @@ def torchao_weight(weight: QuantizedWeight, dtype: torch.dtype, name: str = "wei
         return Float8Tensor(weight.codes, scales.float(), block_size=[1, columns], dtype=dtype)
     zeros = weight.zeros
     if weight.format == "int8":
-        codes, target, shift = weight.codes, torch.int8, 0
+        target: Any = torch.int8
+        codes, shift = weight.codes, 0
     else:
         codes = unpack_nibbles(weight.codes, columns).to(torch.int8) - 8
-        target, shift = torch.int4, 8
+        target, shift = torch.int4, 8  # type: ignore[attr-defined]
     points = torch.zeros(scales.shape, dtype=torch.int8)
     if zeros is not None:
         moved = zeros.float() - shift
@@ -352,7 +353,7 @@ def _config(form: str, group: int) -> dict[str, Any]:
     if form.startswith("fp8"):
         kind: Any = Float8WeightOnlyConfig()
     else:
-        bits = torch.int8 if form == "int8" else torch.int4
+        bits = torch.int8 if form == "int8" else torch.int4  # type: ignore[attr-defined]
         grain = PerAxis(0) if group == -1 else PerGroup(group)
         kind = IntxWeightOnlyConfig(weight_dtype=bits, granularity=grain)
     found: dict[str, Any] = TorchAoConfig(quant_type=kind).to_dict()

@@ -215,9 +215,9 @@ def _self_attention(
         for parts, bias in itertools.product(itertools.permutations(inner), biases):
             if any(trace.output(part).shape[-1] != width for part in parts):
                 raise trace.error(owner, "has projections of different width")
-            rows = [trace.output(part).cpu() for part in parts]
+            query, key, value = (trace.output(part).cpu() for part in parts)
             for scale in (*scales_of(config, owner, size, 0), 1.0):
-                found = _attend(*rows, heads, scale, _causal(bias))
+                found = _attend(query, key, value, heads, scale, _causal(bias))
                 nearest = min(nearest, distance(found, expected.cpu()))
                 if nearest <= tolerance(expected):
                     plan = AttentionPlan(
@@ -243,9 +243,9 @@ def _cross_attention(
     for heads in _heads(config, owner, width):
         size = width // heads
         for parts in itertools.permutations(inner):
-            rows = [trace.output(part).cpu() for part in (query, *parts)]
+            q, k, v = (trace.output(part).cpu() for part in (query, *parts))
             for scale in (*scales_of(config, owner, size, 0), 1.0):
-                found = _attend(*rows, heads, scale, None)
+                found = _attend(q, k, v, heads, scale, None)
                 nearest = min(nearest, distance(found, expected.cpu()))
                 if nearest <= tolerance(expected):
                     return CrossPlan(
@@ -402,7 +402,7 @@ def _start(
     rows = weight[trace.ids].float()
     scales = [1.0, float(width) ** 0.5, getattr(table, "embed_scale", None)]
     for positions in (*_position_rows(trace, others, table, width), None):
-        added = 0.0
+        added: Tensor | float = 0.0
         if positions is not None:
             added = positions.rows[positions.offset : positions.offset + LENGTH].float()
         for scale in scales:

@@ -47,7 +47,7 @@ def _steps(
 ) -> list[Tensor]:
     found, cache, start = [], None, 0
     for end in (first, *range(first + 1, ids.shape[1] + 1)):
-        more = {} if cache is None else _with(model, cache)
+        more: dict[str, Any] = {} if cache is None else _with(model, cache)
         given = _given(rows, mask)
         result = model(**given, decoder_input_ids=ids[:, start:end], use_cache=True, **more)
         cache, start = _cache(result), end
