@@ -8,7 +8,7 @@ import html
 import math
 from collections.abc import Sequence
 
-__all__ = ["Bar", "chart"]
+__all__ = ["Bar", "Dot", "chart", "scatter"]
 
 #: Units of the picture; a phone shows them at about two thirds of a pixel, and a narrow picture at nine tenths.
 WIDTH, LEFT, RIGHT, LINE = 480, 130, 56, 18
@@ -83,10 +83,66 @@ def chart(groups: Sequence[tuple[str, Sequence[Bar]]], text: str, width: int = W
     for tick in ticks:
         parts.append(_text(x(tick), y + 13, f"{tick:g}", "text-anchor='middle'"))
     y += LINE
+    return _figure(parts, width, y, text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dot:
+    """A ratio at a size; ``label`` is shown where a mouse rests on it, ``ours`` decides the color."""
+
+    size: float
+    ratio: float
+    label: str
+    ours: bool
+
+
+#: Height of a picture of dots, and the room of the numbers beside and below it.
+HEIGHT, BESIDE, BELOW = 200, 40, 24
+
+
+def scatter(dots: Sequence[Dot], text: str) -> str:
+    """Return ratios over sizes, both axes logarithmic, as HTML without blank lines.
+
+    Args:
+        dots: At least one; sizes are positive.
+        text: What the picture shows, for the line below and for readers that see no pictures.
+    """
+    sizes = [math.log10(dot.size) for dot in dots]
+    first, last = math.floor(min(sizes)), math.ceil(max(sizes))
+    last = max(last, first + 1)
+    low = min(-1, math.floor(min(math.log2(dot.ratio) for dot in dots)))
+    high = max(1, math.ceil(max(math.log2(dot.ratio) for dot in dots)))
+
+    def x(size: float) -> float:
+        return round(BESIDE + (math.log10(size) - first) / (last - first) * (WIDTH - BESIDE - 8), 1)
+
+    def y(ratio: float) -> float:
+        return round(8 + (high - math.log2(ratio)) / (high - low) * (HEIGHT - BELOW - 8), 1)
+
+    parts = []
+    for tick in range(low, high + 1):
+        dashes = "" if tick == 0 else " stroke-dasharray='2 3' opacity='0.5'"
+        at = y(2.0**tick)
+        line = (
+            f"<line x1='{BESIDE}' x2='{WIDTH}' y1='{at}' y2='{at}' stroke='currentColor'{dashes}/>"
+        )
+        parts += [line, _text(BESIDE - 6, at + 4, f"{2.0**tick:g}", "text-anchor='end'")]
+    for tick in range(first, last + 1):
+        anchor = "end" if tick == last else "middle"
+        parts.append(_text(x(10.0**tick), HEIGHT - 6, f"1e{tick}", f"text-anchor='{anchor}'"))
+    parts += [
+        f"<circle cx='{x(dot.size)}' cy='{y(dot.ratio)}' r='3' fill='{OURS if dot.ours else OTHERS}'"
+        f" fill-opacity='0.7'><title>{html.escape(dot.label)}</title></circle>"
+        for dot in dots
+    ]
+    return _figure(parts, WIDTH, HEIGHT, text)
+
+
+def _figure(parts: Sequence[str], width: int, height: int, text: str) -> str:
     return "\n".join(
         [
             "<figure>",
-            f"<svg role='img' aria-label='{html.escape(text)}' viewBox='0 0 {width} {y}'"
+            f"<svg role='img' aria-label='{html.escape(text)}' viewBox='0 0 {width} {height}'"
             f" style='width:100%;max-width:{width * 4 // 3}px;height:auto' font-size='12' fill='currentColor'>",
             *parts,
             "</svg>",

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import corpus_pages
 import readme_figures
 from ipex_bench import peers
 from performance_charts import NARROW, Bar, chart
@@ -44,11 +45,15 @@ SUMMARIES = {
 def pages(folder: Path) -> dict[str, str]:
     """Return the parts that ``index.md``, ``performance.md`` and ``measured.md`` include."""
     recorded = _read(sorted(folder.glob("*.json")))
+    corpora = [name for name, data in recorded.items() if data.get("kind") == "corpus"]
+    for name in corpora:
+        del recorded[name]
     night = [folder / "nightly" / f"{kind}.json" for kind in NIGHTLY]
     return {
         "parts/landing.md": landing(),
         **parts(recorded),
         "parts/engines.md": summary(recorded.values()),
+        "parts/corpus.md": corpus_pages.page(folder / f"{name}.json" for name in corpora),
         "parts/performance.md": _rendered(recorded) or NOTHING,
         "parts/nightly.md": _rendered(_read(path for path in night if path.exists())) or NO_NIGHT,
     }

@@ -76,7 +76,9 @@ def paired(
     on_round: Callable[[int, float], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time functions against each other: each round calls every one once, in alternating order.
+    """Time functions against each other: each round calls every one once, beginning with another one.
+
+    The order rotates: turned around, the first and the last would find their own data in the caches, those between not.
 
     Args:
         functions: name -> function without arguments.
@@ -105,7 +107,7 @@ def paired(
                 begin = clock()
                 function()
                 times[name].append(clock() - begin)
-            names.reverse()
+            names.append(names.pop(0))
             elapsed = clock() - start
             if on_round is not None:
                 on_round(done, elapsed)

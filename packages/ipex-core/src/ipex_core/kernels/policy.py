@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ipex_core.kernels import measured
+
 __all__ = [
     "LinearChoice",
     "choose_linear",
@@ -18,6 +20,8 @@ __all__ = [
     "numbers",
     "onednn_supports",
     "prefer_ipex_attention",
+    "prefer_ipex_bag",
+    "prefer_ipex_bmm",
     "prefer_ipex_norm",
     "prefer_ipex_rotary",
     "prefer_merged_bags",
@@ -75,6 +79,9 @@ def prefer_ipex_attention(query: Sequence[int], key: Sequence[int], dtype: torch
         key: sizes of the key (and value) likewise.
         dtype: the element type of all three.
     """
+    side = measured.side("attention", dtype, (*query, key[1], key[2]))
+    if side is not None:
+        return side == "ipex"
     if dtype == torch.float32:
         return query[2] >= 128
     if query[1] != key[1]:
@@ -154,6 +161,29 @@ def prefer_merged_bags(bags: int) -> bool:
     return bags <= 256
 
 
+def prefer_ipex_bag(bags: int, lookups: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether our mean of the rows of bags is as fast as the stock op; it is unless the measurements say otherwise.
+
+    Args:
+        bags: How many.
+        lookups: Of all bags.
+        columns: Size of a row.
+        dtype: Of the table.
+    """
+    return measured.side("embedding_bag:mean", dtype, (bags, lookups, columns)) in (None, "ipex")
+
+
+def prefer_ipex_bmm(a: Sequence[int], b: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether our batch of products is as fast as the stock op; it is unless the measurements say otherwise.
+
+    Args:
+        a: sizes ``[B, M, K]``.
+        b: sizes ``[B, K, N]``.
+        dtype: Of both.
+    """
+    return measured.side("bmm", dtype, (*a, b[2])) in (None, "ipex")
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearChoice:
     """A format (``"mkldnn"``, ``"ipex"`` or None for the stock op) and why."""
@@ -186,6 +216,12 @@ def choose_linear(dtype: torch.dtype, n: int, k: int, m: int | None) -> LinearCh
         m: Rows of the input, or None if unknown.
     """
     own = has_kernel("linear")  # packing itself has a reference in the same format
+    side = None if m is None else measured.side("linear", dtype, (m, n, k))
+    if side == "stock" or (side == "onednn" and onednn_supports(dtype)):
+        form = None if side == "stock" else "mkldnn"
+        return LinearChoice(form, f"{m} rows: {side} was the fastest at the nearest measured shape")
+    if side == "ipex" and own:
+        return LinearChoice("ipex", f"{m} rows: own kernel")
     least = MIN_WEIGHTS[dtype]
     if n * k < least:
         return LinearChoice(None, f"the weight has fewer than {least} elements")

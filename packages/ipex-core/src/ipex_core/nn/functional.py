@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipex_core.kernels.policy import has_kernel, prefer_ipex_attention
+from ipex_core.kernels import measured
+from ipex_core.kernels.policy import has_kernel, prefer_ipex_attention, prefer_ipex_bmm
 from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.base import call, has_hooks, stock_only
 from ipex_core.nn.ipex_api import roi_align_helper as _roi_align_helper
@@ -59,6 +60,7 @@ __all__ = [
     "bgmv_expand",
     "bgmv_expand_slice",
     "bgmv_shrink",
+    "bmm",
     "box_head_nms",
     "causal_conv1d_fn",
     "causal_conv1d_update",
@@ -108,6 +110,16 @@ def linear(
         y: Tensor = module.fused(x, post, residual, mul, residual2)  # type: ignore[operator]
         return y
     return finish(module(x), post, residual, mul, residual2)
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply the matrices of a batch, with the signature of the stock function."""
+    fits = a.dim() == 3 and b.dim() == 3 and a.dtype is b.dtype and a.shape[::2] == b.shape[:2]
+    fits = fits and not torch.is_grad_enabled() and _native("bmm", a)
+    if fits and prefer_ipex_bmm(a.shape, b.shape, a.dtype):
+        y: Tensor = call(torch.ops.ipex.bmm.default, a, b)
+        return y
+    return torch.bmm(a, b)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -202,6 +214,16 @@ def attention(
         sdpa = function("sdpa")
         y = call(sdpa, query, key, value, attn_mask, is_causal, scale, enable_gqa)
         return y
+    if _stays_stock(
+        query, key
+    ):  # first: a step of decoding takes as long as looking at all the rest
+        if scale is None and not enable_gqa:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal
+            )
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if attention_supported(query, key, value, attn_mask, dropout_p, is_causal):
         y = call(
             torch.ops.ipex.attention.default,
@@ -223,6 +245,28 @@ def attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
+
+
+_preferred: dict[Any, bool] = {}
+
+
+def _stays_stock(query: Tensor, key: Tensor) -> bool:
+    """Return whether plain tensors have shapes at which the stock op is faster, as a call before has found out."""
+    if type(query) is not Tensor or type(key) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if query.is_nested or key.is_nested:
+        return False
+    shapes = (query.shape, key.shape, query.dtype, torch.get_num_threads())
+    known = _preferred.get(shapes)
+    if measured.is_forced("attention"):
+        return False
+    if known is None:
+        if query.dim() != 4 or key.dim() != 4 or exporting() or tracing():
+            return False
+        if len(_preferred) >= 4096:  # a cache that grows has other shapes at each step
+            _preferred.clear()
+        known = _preferred[shapes] = prefer_ipex_attention(query.shape, key.shape, query.dtype)
+    return not known
 
 
 def attention_supported(

@@ -15,6 +15,8 @@ from torch._jit_internal import is_scripting
 from torch.nn import functional
 from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len
 
+from ipex_core.kernels.measured import stays_stock
+from ipex_core.kernels.policy import prefer_ipex_bag
 from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.base import OptimizedModule, call, is_stand_in, record_call, stock_only
 from ipex_core.module_swap.script import stock_forward
@@ -59,8 +61,14 @@ class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
             return self._run(input)
 
     def _run(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        parameters = self._parameters  # quicker than attributes, which a parametrization needs
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:
+            weight, bias = self.weight, self.bias
         x = self._cast(input, weight) if self._dtype is not None else input
+        if stays_stock("layer_norm", x):
+            return torch.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         if self._kernel and not stock_only(x):
             return layer_norm(x, weight, bias, self.eps)
         if is_stand_in(x):
@@ -87,6 +95,8 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
         weight = self.weight
         x = self._cast(x, weight) if self._dtype is not None else x
         eps = self.eps
+        if stays_stock("rms_norm", x):
+            return torch.rms_norm(x, self.normalized_shape, weight, eps)  # type: ignore[arg-type]
         if self._kernel and not stock_only(x):
             return rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
         if is_stand_in(x):
@@ -148,6 +158,8 @@ class OptimizedGELU(_Activation, nn.GELU):
     _stock = stock_forward(nn.GELU)
 
     def _run(self, input: Tensor) -> Tensor:
+        if stays_stock("gelu:tanh" if self.approximate == "tanh" else "gelu:none", input):
+            return torch._C._nn.gelu(input, approximate=self.approximate)
         if _takes(input):
             y: Tensor = call(torch.ops.ipex.gelu.default, input, self.approximate)
             return y
@@ -161,7 +173,10 @@ class OptimizedSoftmax(_Activation, nn.Softmax):
     _stock = stock_forward(nn.Softmax)
 
     def _run(self, input: Tensor) -> Tensor:
-        if _takes(input) and self.dim is not None and self.dim in (-1, input.dim() - 1):
+        dim = self.dim
+        if dim == -1 and stays_stock("softmax", input):
+            return input.softmax(-1)
+        if _takes(input) and dim is not None and dim in (-1, input.dim() - 1):
             y: Tensor = call(torch.ops.ipex.softmax.default, input)
             return y
         y = record_call(self, input) if is_stand_in(input) else self._stock(input)
@@ -228,6 +243,12 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
             and input.dim() == (2 if offsets is None else 1)
             and (offsets is None or (offsets.dim() == 1 and offsets.dtype is input.dtype))
             and (offsets is not None or not self.include_last_offset)
+            and prefer_ipex_bag(
+                input.shape[0] if offsets is None else offsets.shape[0],
+                input.numel(),
+                self.embedding_dim,
+                self.weight.dtype,
+            )
         )
 
 

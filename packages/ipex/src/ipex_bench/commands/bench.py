@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ipex_bench.commands import peers as bench_peers
+from ipex_bench.commands.corpus import bench_corpus
 from ipex_bench.commands.peers import Files, arguments_of, choice, deadline, native
 from ipex_bench.report import SHORT, read_results, results_json, results_table, write_results_plot
 from ipex_bench.shapes import SIZES
@@ -417,6 +418,7 @@ def find_regressions(
 
 for _kind, _command in bench_peers.COMMANDS.items():
     app.command(_kind)(_command)
+app.command("corpus")(bench_corpus)
 
 
 if __name__ == "__main__":
