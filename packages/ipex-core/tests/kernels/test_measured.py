@@ -50,6 +50,7 @@ def test_the_nearest_shape_decides(table, monkeypatch):
 
 
 @needs_kernels
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_layers_and_weights_follow_the_table(table):
     choice = policy.choose_linear(torch.bfloat16, 768, 768, 1)
     assert choice.form is None and "stock" in choice.reason
