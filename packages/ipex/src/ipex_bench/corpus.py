@@ -389,7 +389,7 @@ def _convolution(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:
     module = _filled(layer)
     x = _numbers(s["images"], s["channels"], s["height"], s["height"], dtype=dtype)
     x = x.contiguous(memory_format=last)
-    stock = copy.deepcopy(module).to(dtype).to(memory_format=last)
+    stock: Any = copy.deepcopy(module).to(dtype).to(memory_format=last)  # type: ignore[call-overload]
     ours = _optimized(module, dtype, x)
     functions: dict[str, Function] = {"stock": lambda: stock(x), "ours": lambda: ours(x)}
     if onednn_supports(dtype):
