@@ -753,5 +753,6 @@ def _merged(outputs: list[StepOutput]) -> list[StepOutput]:
             text="".join(output.text for output in outputs),
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             prompt_logprobs=outputs[0].prompt_logprobs,
+            queued=outputs[0].queued,
         )
     ]
