@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the cases of ``ipex bench corpus``: what the most used models compute, from the sizes in their configs.
 
-The sizes are those of the ``config.json`` of each model, or of the model's code where it has none. A case that several
+The sizes come from the ``config.json`` of each model, or from its code where it has none. A case that several
 models have is one line; the origins are named in it::
 
     python tools/corpus_cases.py            # write the file

@@ -235,7 +235,7 @@ _Made = tuple[dict[str, Function], str]
 
 
 def _numbers(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """Return normally distributed numbers; those of large tensors repeat, which no kernel notices."""
+    """Return normally distributed numbers. In large tensors they repeat, which no kernel notices."""
     count = math.prod(shape)
     block = torch.randn(min(count, 1 << 18)) * scale
     repeats = -(-count // max(block.numel(), 1))
