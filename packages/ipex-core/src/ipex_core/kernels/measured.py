@@ -41,7 +41,7 @@ class Row(NamedTuple):
         dtype: Name of the dtype.
         sizes: What the op is chosen by; see `ipex_core.kernels.policy`.
         side: One of `SIDES`.
-        stock, onednn, ipex: Microseconds of the sides; None where there is none.
+        stock, onednn, ipex: Microseconds of the sides; None where a side is missing.
     """
 
     level: str

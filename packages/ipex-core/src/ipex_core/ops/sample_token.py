@@ -60,10 +60,8 @@ def _sample_token(
     scores = acc(logits) / temperature
     if scores.numel() == 0:
         return torch.zeros(noise.shape, dtype=torch.int64, device=logits.device)
+    _check_rows(_OP, scores)
     largest = scores.amax(-1, keepdim=True)
-    for row, value in enumerate(largest.isfinite().flatten().tolist()):
-        wanted = "have a finite maximum and no NaN in each row"
-        check(value, _OP, "logits", wanted, f"NaN or infinity in row {row}")
 
     def keep(condition: Tensor) -> Tensor:
         return torch.where(condition, scores, -torch.inf)
@@ -88,6 +86,12 @@ def _sample_token(
     places = torch.arange(scores.shape[-1], device=scores.device)
     last = torch.where(probability > 0, places, 0).amax(-1)
     return torch.where(exceeds.any(-1), first, last)
+
+
+def _check_rows(op: str, logits: Tensor) -> None:
+    for row, value in enumerate(logits.amax(-1).isfinite().flatten().tolist()):
+        wanted = "have a finite maximum and no NaN in each row"
+        check(value, op, "logits", wanted, f"NaN or infinity in row {row}")
 
 
 def _check(a: Arguments) -> None:
@@ -237,6 +241,8 @@ def _seeded(logits: Tensor, seeds: Tensor) -> Tensor:
     Raises:
         RuntimeError: An argument does not fit, or a row has no finite maximum or a NaN.
     """
+    if logits.numel():
+        _check_rows("sample_token_seeded", logits)
     return _sample_token(logits, uniform(seeds))
 
 
@@ -247,10 +253,9 @@ def _seeded_check(a: Arguments) -> None:
     check(a.seeds.dtype == torch.int64, a.op, "seeds", "have dtype int64", dtype)
     wanted = "have the shape of logits without its last dimension"
     check(a.seeds.shape == a.logits.shape[:-1], a.op, "seeds", wanted, list(a.seeds.shape))
-    # The text of the op that draws.
     columns = a.logits.shape[-1]
     wanted = "have between 1 and 2^31 - 1 columns"
-    check(0 < columns < 2**31, _OP, "logits", wanted, list(a.logits.shape))
+    check(0 < columns < 2**31, a.op, "logits", wanted, list(a.logits.shape))
 
 
 def _seeded_samples(dtype: torch.dtype) -> Iterator[Sample]:

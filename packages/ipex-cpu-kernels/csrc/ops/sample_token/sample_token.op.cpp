@@ -223,33 +223,34 @@ class Row {
   int32_t* indices_;
 };
 
-void check_arguments(const Tensor& logits, const Tensor& noise, double temperature,
+void check_arguments(const char* op, const Tensor& logits, const Tensor& noise, double temperature,
                      const Options& options) {
-  check_tensor(kOp, "logits", logits);
+  check_tensor(op, "logits", logits);
   const int64_t lead = logits.dim() - 1;
-  IPEX_CHECK(logits.size(lead) > 0 && logits.size(lead) < (int64_t{1} << 31), kOp,
+  IPEX_CHECK(logits.size(lead) > 0 && logits.size(lead) < (int64_t{1} << 31), op,
              ": logits must have between 1 and 2^31 - 1 columns, got ", shape_text(logits));
-  IPEX_CHECK(noise.is_cpu(), kOp, ": noise must be on the device of logits = cpu");
-  IPEX_CHECK(noise.scalar_type() == ScalarType::Float, kOp, ": noise must have dtype float32, got ",
+  IPEX_CHECK(noise.is_cpu(), op, ": noise must be on the device of logits = cpu");
+  IPEX_CHECK(noise.scalar_type() == ScalarType::Float, op, ": noise must have dtype float32, got ",
              dtype_name(noise.scalar_type()));
   bool same = noise.dim() == lead;
   for (int64_t i = 0; same && i < lead; ++i) same = noise.size(i) == logits.size(i);
-  IPEX_CHECK(same, kOp, ": noise must have the shape of logits without its last dimension, got ",
+  IPEX_CHECK(same, op, ": noise must have the shape of logits without its last dimension, got ",
              shape_text(noise));
   // Wide enough for any use, narrow enough that float holds it and its reciprocal.
-  IPEX_CHECK(options.temperature >= 1e-6f && options.temperature <= 1e6f, kOp,
+  IPEX_CHECK(options.temperature >= 1e-6f && options.temperature <= 1e6f, op,
              ": temperature must be in [1e-06, 1e+06], got ", temperature);
-  IPEX_CHECK(options.top_k >= 0, kOp, ": top_k must be at least 0, got ", options.top_k);
-  IPEX_CHECK(options.top_p >= 0 && options.top_p <= 1, kOp, ": top_p must be in [0, 1], got ",
+  IPEX_CHECK(options.top_k >= 0, op, ": top_k must be at least 0, got ", options.top_k);
+  IPEX_CHECK(options.top_p >= 0 && options.top_p <= 1, op, ": top_p must be in [0, 1], got ",
              options.top_p);
-  IPEX_CHECK(options.min_p >= 0 && options.min_p <= 1, kOp, ": min_p must be in [0, 1], got ",
+  IPEX_CHECK(options.min_p >= 0 && options.min_p <= 1, op, ": min_p must be in [0, 1], got ",
              options.min_p);
 }
 
-Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperature, int64_t top_k,
-                    double top_p, double min_p) {
+// For the op of this name.
+Tensor draw_tokens(const char* op, const Tensor& logits, const Tensor& noise, double temperature,
+                   int64_t top_k, double top_p, double min_p) {
   const Options options{static_cast<float>(temperature), top_k, top_p, min_p};
-  check_arguments(logits, noise, temperature, options);
+  check_arguments(op, logits, noise, temperature, options);
   const int64_t columns = logits.size(logits.dim() - 1);
   Tensor tokens = new_contiguous(logits.sizes().data(), logits.dim() - 1, ScalarType::Long);
   if (logits.numel() == 0) return tokens;
@@ -258,7 +259,7 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
   auto* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
   const Rows in = as_rows(logits);
   for (int64_t r = 0; r < in.rows; ++r)
-    IPEX_CHECK(u[r] >= 0.0f && u[r] < 1.0f, kOp, ": noise must be in [0, 1), got ", u[r]);
+    IPEX_CHECK(u[r] >= 0.0f && u[r] < 1.0f, op, ": noise must be in [0, 1), got ", u[r]);
 
   const int64_t blocks = (columns + kSampleBlock - 1) / kSampleBlock;
   std::vector<float> found(static_cast<size_t>(2 * in.rows * blocks));
@@ -283,7 +284,7 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
       sum += sums[b];
     }
     IPEX_CHECK(
-        sum == sum && most > -kInfinity && most < kInfinity, kOp,
+        sum == sum && most > -kInfinity && most < kInfinity, op,
         ": logits must have a finite maximum and no NaN in each row, got NaN or infinity in row ",
         r);
   }
@@ -305,8 +306,13 @@ Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperatur
                     .draw(u[r]);
     });
   });
-  IPEX_CHECK(!no_memory, kOp, ": not enough memory for ", columns, " logits");
+  IPEX_CHECK(!no_memory, op, ": not enough memory for ", columns, " logits");
   return tokens;
+}
+
+Tensor sample_token(const Tensor& logits, const Tensor& noise, double temperature, int64_t top_k,
+                    double top_p, double min_p) {
+  return draw_tokens(kOp, logits, noise, temperature, top_k, top_p, min_p);
 }
 
 // A number in [0, 1) of each seed. 24 bits are exact in float, so that it stays below 1.
@@ -335,7 +341,7 @@ Tensor sample_token_seeded(const Tensor& logits, const Tensor& seeds) {
   const Tensor noise = new_contiguous(logits.sizes().data(), lead, ScalarType::Float);
   auto* to = static_cast<float*>(noise.mutable_data_ptr());
   std::transform(from, from + seeds.numel(), to, uniform);
-  return sample_token(logits, noise, 1.0, 0, 1.0, 0.0);
+  return draw_tokens(kSeeded, logits, noise, 1.0, 0, 1.0, 0.0);
 }
 
 const KernelBase seeded_op("sample_token_seeded");

@@ -450,7 +450,7 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
         R tokens; None for a row that no token can be chosen from, since it has NaN or infinity or no finite number.
     """
     if any(_changed(place, rules) for place in places):
-        # Log probabilities are those of the model.
+        # Log probabilities are what the model said.
         if any(place.request.params.logprobs is not None for place in places):
             logits = logits.clone()
         for place, row in zip(places, logits, strict=True):

@@ -61,5 +61,5 @@ def unwrap() -> bool:
     """
     if _wrapper is None or torch.jit.trace is not _wrapper:
         return False
-    torch.jit.trace = _wrapper.__wrapped__
+    torch.jit.trace = _wrapper.__wrapped__  # type: ignore[attr-defined]
     return True
