@@ -802,8 +802,7 @@ class Precompiled {
     for (const auto& [place, name] : plan.at("constants").members)
       first_.at(std::stoul(place)) = tensors.at(name.string());
     places_ = detail::integers(plan.at("inputs"));
-    TORCH_CHECK_VALUE(places_.size() == inputs_.size(),
-                      "the plan has other inputs than the model");
+    TORCH_CHECK_VALUE(places_.size() == inputs_.size(), "the plan has other inputs than the model");
     outputs_ = plan.at("outputs").items;
     copied_ = detail::integers(plan.at("copied"));
     for (const Json& written : plan.at("steps").items) {
