@@ -709,3 +709,13 @@ def test_expressions_in_order_of_evaluation() -> None:
     assert solve("s0*s1", 6, {"s1": 3}) == {"s0": 2}
     with pytest.raises(ValueError, match="must be arithmetic"):
         postfix("[s0]")
+
+
+def test_layouts_of_programs_reach_no_op_of_torch() -> None:
+    """The result of a 1-D convolution has another layout in a program; group norm of torch takes none but two."""
+    model = nn.Sequential(
+        nn.Conv1d(1, 8, 5, stride=2), nn.GroupNorm(4, 8), nn.GELU(), nn.Conv1d(8, 4, 3)
+    )
+    x = torch.randn(2, 1, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(precompile(model.eval(), (x,))(x), model(x))

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ipex_core.precompiled.graph import Input
@@ -92,10 +93,20 @@ def run_plan(
 def _called(step: Call, values: list[Any], numbers: Sequence[int]) -> Sequence[Any]:
     def given(value: Any) -> Any:
         if isinstance(value, Slot):
-            return values[value.index]
+            return _laid_out(values[value.index])
         if isinstance(value, Size):
             return numbers[value.index]
         return [given(one) for one in value] if isinstance(value, tuple) else value
 
     found = step.op(*map(given, step.args), **{key: given(v) for key, v in step.kwargs})
     return found if isinstance(found, (list, tuple)) else (found,)
+
+
+def _laid_out(value: Any) -> Any:
+    """Return a tensor in a layout that each op of torch takes; programs have more, as of 1-D convolutions."""
+    if not isinstance(value, Tensor) or value.is_contiguous():
+        return value
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    if (last is not None and value.is_contiguous(memory_format=last)) or 0 in value.stride():
+        return value
+    return value.contiguous()

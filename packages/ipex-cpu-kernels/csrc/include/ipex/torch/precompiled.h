@@ -494,6 +494,17 @@ inline c10::IValue value_of(const Json& json, const State& state, const c10::Typ
   TORCH_CHECK_VALUE(false, "a value must be of a kind that plans have");
 }
 
+// A tensor in a layout that each op of torch takes; programs have more, as of 1-D convolutions.
+inline c10::IValue laid_out(c10::IValue value) {
+  if (!value.isTensor() || !value.toTensor().defined()) return value;
+  const at::Tensor tensor = value.toTensor();
+  const auto strides = tensor.strides();
+  const bool last = (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+                    (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+  if (last || std::find(strides.begin(), strides.end(), 0) != strides.end()) return value;
+  return tensor.contiguous();
+}
+
 inline c10::OperatorHandle op(const std::string& name) {
   const std::size_t dot = name.find('.', name.find("::") + 2);
   std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
@@ -683,7 +694,8 @@ class Precompiled {
       for (const auto& [name, value] : step.kwargs)
         if (name == argument.name()) given = &value;
       if (given != nullptr) {
-        stack.push_back(precompiled_detail::value_of(*given, state, argument.real_type()));
+        stack.push_back(precompiled_detail::laid_out(
+            precompiled_detail::value_of(*given, state, argument.real_type())));
       } else {
         TORCH_CHECK_VALUE(argument.default_value().has_value(),
                           "Precompiled: ", step.call->schema().name(), " must get ",
