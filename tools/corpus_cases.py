@@ -307,8 +307,8 @@ def lines() -> Iterator[str]:
                     origins = cases.setdefault(key, [])
                     if case.origin not in origins:
                         origins.append(case.origin)
-    for key, origins in cases.items():
-        yield "\t".join([*key, "; ".join(origins)])
+    for fields, origins in cases.items():
+        yield "\t".join([*fields, "; ".join(origins)])
 
 
 def main() -> int:

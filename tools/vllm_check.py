@@ -450,7 +450,8 @@ def packed_experts(folder: Path, name: str) -> str:
 
     _, place = family(name, folder)
     state = load_file(place / "model.safetensors")
-    packed, floats = {}, {}
+    packed: dict[str, Any] = {}
+    floats: dict[str, Any] = {}
     for key, value in state.items():
         stem = key.removesuffix(".weight")
         if name == "gpt_oss" and key.endswith(("experts.gate_up_proj", "experts.down_proj")):

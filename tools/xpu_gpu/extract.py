@@ -41,13 +41,13 @@ class _Library:
     def offset(self, address: int) -> int:
         for start, offset, length in self.segments:
             if start <= address < start + length:
-                return offset + address - start
+                return int(offset + address - start)
         raise SystemExit(f"no segment has the address {address:#x}")
 
     def address(self, offset: int) -> int:
         for start, begin, length in self.segments:
             if begin <= offset < begin + length:
-                return start + offset - begin
+                return int(start + offset - begin)
         raise SystemExit(f"no segment has the offset {offset:#x}")
 
     def word(self, address: int) -> int:
