@@ -43,6 +43,7 @@ NOT_HERE = {
     "packages/ipex-xpu-kernels/README.md": "packages/ipex-xpu-kernels/tests",
     "docs/recipes.md": "test_recipes.py",
     "docs/vllm.md": "nox -s vllm",
+    "docs/vllm_cluster.md": "nox -s vllm",
     "docs/containers.md": "nox -s images, which executes the steps of the Dockerfiles",
 }
 #: A script of the reader's own, which a page names and does not show.

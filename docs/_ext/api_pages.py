@@ -207,6 +207,7 @@ def quantization_page() -> str:
         *entry("ipex_quant", "gptq", ipex_quant.gptq),
         *entry("ipex_quant", "awq", ipex_quant.awq),
         *entry("ipex_quant", "save", ipex_quant.save),
+        *entry("ipex_quant", "save_torchao", ipex_quant.save_torchao),
         *entry("ipex_quant", "load", ipex_quant.load),
     ]
     gguf = entry("ipex_quant", "read_gguf", ipex_quant.read_gguf)
