@@ -15,7 +15,8 @@ from torch import nn
 
 from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.optimization.proof.probes import Probe, _cache, _ids, _with, distance, outcome
-from ipex_llm.optimization.proof.prove import BUDGET, TOLERANCE, WEIGHTS, _subject, _text
+from ipex_llm.optimization.proof import prove
+from ipex_llm.optimization.proof.prove import TOLERANCE, WEIGHTS, _subject, _text
 from ipex_llm.optimization.proof.small import config_of, reach, small_model
 from ipex_llm.patch.decoder import silence
 
@@ -139,7 +140,7 @@ def _attached(stock: nn.Module, dtype: torch.dtype, calls: frozenset[str]) -> nn
 
 
 def _check(started: float, stock: nn.Module, fast: nn.Module, probe: Probe) -> str:
-    if time.thread_time() - started > BUDGET:
+    if time.thread_time() - started > prove.BUDGET:
         raise _Failed(f"probe {probe.name!r} was skipped: the time for proofs is over")
     try:
         want = probe.run(stock)
