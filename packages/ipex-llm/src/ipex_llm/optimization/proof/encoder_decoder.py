@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ipex_llm.arch.encoder_decoder import PairPlan
-from ipex_llm.optimization.proof.probes import Probe, _cache, _ids, _with, distance, outcome
 from ipex_llm.optimization.proof import prove
+from ipex_llm.optimization.proof.probes import Probe, _cache, _ids, _with, distance, outcome
 from ipex_llm.optimization.proof.prove import TOLERANCE, WEIGHTS, _subject, _text
 from ipex_llm.optimization.proof.small import config_of, reach, small_model
 from ipex_llm.patch.decoder import silence
