@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!ipex).*"),
     (
         r"py:(class|obj|data)",
-        r"ipex_(core|quant|runtime|llm\.optimization)\..*",
+        r"ipex_(core|quant|runtime|llm\.optimization|llm\.engine\.lora)\..*",
     ),  # types in signatures that have no page
 ]
 
