@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A torch that was built for CUDA counts that as its accelerator, with or without a GPU, and takes
-// no xpu beside it. Its hooks become those of a torch without CUDA: objects of the base class,
-// which has no members.
+// no xpu beside it. In a torch without CUDA the hooks are an object of the base class, which has no
+// members; here they are made one.
 #include <ATen/detail/CUDAHooksInterface.h>
 
 #include <cstring>

@@ -257,7 +257,7 @@ def test_schemas_are_those_of_the_specs() -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_headers_stand_alone(tmp_path: Path) -> None:
-    """Each installed header compiles, as C++17; that of the C functions as C too; only ipex/torch needs torch."""
+    """Each installed header compiles as C++17, ipex/c_api.h as C, too; only headers in ipex/torch need torch."""
     include = Path(ipex_cpu_kernels.cmake_prefix_path).parent.parent / "include"
     found = (path.relative_to(include) for path in include.rglob("*.h"))
     headers = sorted(header for header in found if header.parent.name != "torch")

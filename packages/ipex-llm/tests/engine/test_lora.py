@@ -116,7 +116,7 @@ def test_adapters_and_the_model_in_one_batch(made):
 
 
 def check_numbers(e, models, some, tolerance=2e-3):
-    """Compare the log probabilities of prompts with those of models, by the names of adapters."""
+    """Compare the log probabilities of prompts with what merged models say, by the names of adapters."""
     pairs = [(prompt, name) for prompt in some for name in models]
     params = SamplingParams(max_new_tokens=1, logprobs=20, prompt_logprobs=20)
     found = e.generate([p for p, _ in pairs], [params.replace(lora=name) for _, name in pairs])

@@ -180,7 +180,7 @@ class Calls:
             run = kind.run
 
             def counted(runner: Any, *args: Any, **kwargs: Any) -> Any:
-                self.programs += not _silent.get()  # not those of proofs
+                self.programs += not _silent.get()  # proofs do not count
                 return run(runner, *args, **kwargs)
 
             monkeypatch.setattr(kind, "run", counted)

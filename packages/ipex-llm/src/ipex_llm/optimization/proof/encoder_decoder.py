@@ -15,8 +15,8 @@ from torch import nn
 
 from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.optimization.proof import prove
-from ipex_llm.optimization.proof.probes import Probe, _cache, _ids, _with, distance, outcome
-from ipex_llm.optimization.proof.prove import TOLERANCE, WEIGHTS, _subject, _text
+from ipex_llm.optimization.proof.probes import Probe, _cache, _ids, _with, outcome
+from ipex_llm.optimization.proof.prove import WEIGHTS, _subject, _text, compared
 from ipex_llm.optimization.proof.small import config_of, reach, small_model
 from ipex_llm.patch.decoder import silence
 
@@ -146,13 +146,7 @@ def _check(started: float, stock: nn.Module, fast: nn.Module, probe: Probe) -> s
         want = probe.run(stock)
     except Exception:  # not a call of this model
         return ""
-    try:
-        got = probe.run(fast)
-    except Exception as error:
-        text = str(error).strip().split("\n")[0][:120]
-        return f"probe {probe.name!r} raises {type(error).__name__}: {text}"
-    off = distance(got, want)
-    return "" if off <= TOLERANCE else f"probe {probe.name!r} is off by {off:.1e}"
+    return compared(probe, fast, want)
 
 
 def _half(stock: nn.Module, fast: nn.Module, length: int, width: int) -> str:

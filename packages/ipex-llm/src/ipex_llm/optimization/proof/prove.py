@@ -62,6 +62,17 @@ class _Failed(Exception):
     """The probe that failed or was skipped."""
 
 
+def compared(probe: Probe, fast: nn.Module, want: list[torch.Tensor]) -> str:
+    """Return why the answer of a model to a probe is not what is wanted, or an empty text."""
+    try:
+        got = probe.run(fast)
+    except Exception as error:
+        text = str(error).strip().split("\n")[0][:120]
+        return f"probe {probe.name!r} raises {type(error).__name__}: {text}"
+    off = distance(got, want)
+    return "" if off <= TOLERANCE else f"probe {probe.name!r} is off by {off:.1e}"
+
+
 def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
     """Return what makes layers one kind: what the configuration says of them, and what the plan is made of."""
     attention, mlp = plan.attention, plan.mlp
@@ -183,13 +194,7 @@ class _Case:
         want = self.answer(probe)
         if want is None:
             return ""
-        try:
-            got = probe.run(fast)
-        except Exception as error:
-            text = str(error).strip().split("\n")[0][:120]
-            return f"probe {probe.name!r} raises {type(error).__name__}: {text}"
-        off = distance(got, want)
-        return "" if off <= TOLERANCE else f"probe {probe.name!r} is off by {off:.1e}"
+        return compared(probe, fast, want)
 
     def check_half(self, fast: nn.Module) -> str:
         """Compare in bfloat16, from which the stock forward in bfloat16 is as far away."""
