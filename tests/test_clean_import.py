@@ -35,7 +35,7 @@ threads, handlers, logger = torch.get_num_threads(), list(logging.root.handlers)
 import MODULE
 after = state()
 print(json.dumps({
-    "changed": sorted(key for key in before if before[key] != after.get(key)),
+    "changed": sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)),
     "loaded": sorted(set(sys.modules) - modules),
     "threads": threads == torch.get_num_threads(),
     "logging": handlers == logging.root.handlers and logger is logging.getLoggerClass(),
@@ -53,8 +53,8 @@ def probe(module: str) -> dict[str, object]:
     return found
 
 
-#: What an import replaces: scripts of IPEX trace in a region of autocast (`ipex.compat.jit_trace`).
-REPLACED = {"intel_extension_for_pytorch": ["jit.trace"]}
+#: What an import replaces: scripts of IPEX rely on it (`ipex.compat.torch_changes`).
+REPLACED = {"intel_extension_for_pytorch": ["Tensor.numpy", "jit.trace"]}
 
 
 @pytest.mark.parametrize("module", ["ipex", "intel_extension_for_pytorch", "ipex_core"])

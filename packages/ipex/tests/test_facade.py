@@ -361,8 +361,10 @@ def test_import_patches_nothing():
         before, settings, modules = state(), globals_(), dict(sys.modules)
         import ipex, intel_extension_for_pytorch
         after = state()
-        # The name of Intel's package brings its way to trace; see `ipex.compat.jit_trace`.
-        assert [k for k in before if before[k] is not after.get(k)] == [("torch.jit", "trace")]
+        # The name of Intel's package brings what that changed; see `ipex.compat.torch_changes`.
+        changed = [key for key in after if before.get(key) is not after[key]]
+        assert sorted(changed) == [("Tensor", "numpy"), ("torch.jit", "trace")]
+        assert not before.keys() - after.keys()
         assert globals_() == settings
         assert [m for m in modules if sys.modules.get(m) is not modules[m]] == []
     """
@@ -431,7 +433,7 @@ def test_the_launcher_under_its_old_name_is_the_same_module():
     assert CPUPoolList is launch.CPUPoolList
 
 
-# --- torch.jit.trace under the old name -------------------------------------------------------------------------------
+# --- what the old name changes in torch -------------------------------------------------------------------------------
 
 _TRACE = """
     import torch
@@ -469,43 +471,104 @@ def test_new_name_leaves_trace_alone():
     assert "Cannot insert a Tensor that requires grad" in done.stderr
 
 
-def test_trace_is_put_back():
+_STATE = """
+    import torch
+    trace, numpy = torch.jit.trace, torch.Tensor.numpy
+    bag, norm = torch.nn.EmbeddingBag(8, 4, mode="sum"), torch.nn.GroupNorm(2, 4)
+    layer_norm = torch.nn.LayerNorm(4)
+    ids, offsets, x = torch.arange(6), torch.tensor([0, 3]), torch.randn(3, 4, 5)
+
+    def dtypes():
+        found = []
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                with torch.no_grad():
+                    found += [bag(ids, offsets), torch.embedding_bag(bag.weight, ids, offsets)[0]]
+                found += [bag(ids, offsets), norm(x)]
+                found.append(torch.ops.aten._adaptive_avg_pool3d(torch.ones(1, 2, 3, 3, 3).to(dtype), [1, 1, 1]))
+        return [str(y.dtype).removeprefix("torch.") for y in found]
+
+    def stock():
+        try:
+            torch.ones(1, dtype=torch.bfloat16).numpy()
+        except TypeError:
+            assert torch.jit.trace is trace and torch.Tensor.numpy is numpy
+            full = "float32"
+            return dtypes() == [full] * 4 + ["bfloat16"] + [full] * 4 + ["float16"]
+        return False
+
+    assert stock()
+"""
+
+
+def test_old_name_follows_the_lists_of_ipex():
     code = """
-        import torch
-        stock = torch.jit.trace
         import intel_extension_for_pytorch
-        from ipex.compat import jit_trace
-        assert jit_trace.wrapped() and jit_trace.unwrap() and not jit_trace.unwrap()
-        assert torch.jit.trace is stock and not jit_trace.wrapped()
+        full, bf16, half = "float32", "bfloat16", "float16"
+        assert dtypes() == [bf16, bf16, full, bf16, full, half, half, full, full, full], dtypes()
+        with torch.no_grad():
+            expected = bag(ids, offsets)
+            wide = norm(x.bfloat16().float())
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.autocast("cpu", dtype):
+                    # One rounding of the sum in float32, not a sum of rounded rows.
+                    assert torch.equal(bag(ids, offsets), expected.to(dtype))
+            with torch.autocast("cpu", torch.bfloat16):
+                torch.testing.assert_close(norm(x).float(), wide, rtol=2e-2, atol=2e-2)
+                y = layer_norm.bfloat16()(x.transpose(1, 2).bfloat16())
+                traced = torch.jit.trace(layer_norm, x.transpose(1, 2).bfloat16())
+                assert traced(x.transpose(1, 2).bfloat16()).dtype is y.dtype is torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            bag(ids, offsets).sum().backward()
+        assert bag.weight.grad.dtype is torch.float32 and int(bag.weight.grad.sum()) == 24
+        y = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+        assert y.numpy().tolist() == y.numpy(force=True).tolist() == [1.5, -2.0]
+        z = torch.ones(2)
+        assert torch.from_numpy(z.numpy()).data_ptr() == z.data_ptr()
+        try:
+            torch.ones(1, dtype=torch.bfloat16, requires_grad=True).numpy()
+        except RuntimeError as error:
+            assert "detach" in str(error)
+        else:
+            raise AssertionError
     """
-    _check(code)
+    options = ("-W", "error", "-W", "ignore::DeprecationWarning")  # of torch.jit.trace itself
+    _check(textwrap.dedent(_STATE) + textwrap.dedent(code), *options)
 
 
-def test_trace_is_left_alone_on_request(monkeypatch):
-    monkeypatch.setenv("IPEX_WRAP_TRACE", "0")
+def test_torch_is_put_back():
     code = """
-        import torch
-        stock = torch.jit.trace
         import intel_extension_for_pytorch
-        assert torch.jit.trace is stock
+        from ipex.compat import torch_changes
+        assert torch_changes.applied() and not stock()
+        assert torch_changes.undo() and not torch_changes.undo() and not torch_changes.applied()
+        assert stock()
+        assert torch_changes.apply() and not stock() and torch_changes.undo() and stock()
     """
-    _check(code)
+    _check(textwrap.dedent(_STATE) + textwrap.dedent(code))
 
 
-def test_wrapper_over_the_wrapped_trace_stays():
+def test_torch_is_left_alone_on_request(monkeypatch):
+    monkeypatch.setenv("IPEX_CHANGE_TORCH", "0")
+    _check(textwrap.dedent(_STATE) + "import intel_extension_for_pytorch\nassert stock()")
+
+
+def test_wrappers_of_other_libraries_stay():
     code = """
         import functools
         import torch
         import intel_extension_for_pytorch
-        from ipex.compat import jit_trace
+        from ipex.compat import torch_changes
         ours = torch.jit.trace
 
         @functools.wraps(ours)
         def other(*args, **kwargs):
             return ours(*args, **kwargs)
 
-        torch.jit.trace = other
-        assert jit_trace.wrap() and torch.jit.trace is other
-        assert not jit_trace.unwrap() and torch.jit.trace is other
+        torch.jit.trace = torch.Tensor.numpy = other
+        assert torch_changes.apply() and torch.jit.trace is other
+        assert torch_changes.undo() and torch.jit.trace is torch.Tensor.numpy is other
+        torch.jit.trace, before = other, torch.jit.trace
+        assert torch_changes.apply() and torch.jit.trace is other
     """
     _check(code)

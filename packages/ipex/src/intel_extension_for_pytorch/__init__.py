@@ -4,7 +4,7 @@
 Dotted names below it (``intel_extension_for_pytorch.nn``) are found by `ipex.compat.migration` and are the
 same modules.
 
-Importing it wraps `torch.jit.trace`, as IPEX did: `ipex.compat.jit_trace`.
+Importing it changes a few functions of torch, as IPEX did: `ipex.compat.torch_changes` lists them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def __dir__() -> list[str]:
 
 
 if not migration.started_by_dash_m():  # commands start without torch
-    from ipex.compat import jit_trace
+    from ipex.compat import torch_changes
 
-    jit_trace.wrap()
+    torch_changes.apply()

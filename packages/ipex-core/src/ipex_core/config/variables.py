@@ -226,14 +226,14 @@ VARIABLES: Mapping[str, Variable] = {
             "torch.distributed.",
         ),
         Variable(
-            "IPEX_WRAP_TRACE",
-            "wrap_trace",
+            "IPEX_CHANGE_TORCH",
+            "change_torch",
             "bool",
             _parse_bool,
             True,
             "0, 1 (also false/true, off/on, no/yes)",
-            "`import intel_extension_for_pytorch` wraps torch.jit.trace, so that programs can be traced in a region of "
-            "autocast (ipex.compat.jit_trace); 0: it does not. `import ipex` never does.",
+            "`import intel_extension_for_pytorch` changes a few functions of torch, as IPEX did at import "
+            "(ipex.compat.torch_changes); 0: it does not. `import ipex` never does.",
         ),
         # The xpu device reads these when torch is imported, before there is any configuration.
         Variable(

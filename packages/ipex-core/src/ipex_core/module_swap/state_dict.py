@@ -29,6 +29,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipex_core.module_swap.script import FORGOTTEN
+from ipex_core.packing.layout import in_layout
 from ipex_core.packing.parameter import PackedWeight, pack
 
 __all__ = [
@@ -382,7 +383,7 @@ def _replace(state: ModuleState, name: str, parameter: torch.Tensor, saved: Save
     if state.dtype is not None:
         value = value.to(state.dtype)
     if name == "weight" and state.memory_format is not None:
-        value = value.contiguous(memory_format=getattr(torch, state.memory_format))
+        value = in_layout(value, state.memory_format)
     saved.capture(original, value, folded)
     parameter.data = value
     saved.live = True
@@ -457,7 +458,7 @@ def unpack_weight(module: nn.Module, state: ModuleState) -> None:
     if isinstance(weight, PackedWeight):
         plain = weight.plain()
         if state.memory_format is not None:
-            plain = plain.contiguous(memory_format=getattr(torch, state.memory_format))
+            plain = in_layout(plain, state.memory_format)
         if state.plain is None:
             state.plain = nn.Parameter(torch.empty(0, dtype=plain.dtype), weight.requires_grad)
         state.plain.data = plain

@@ -122,7 +122,32 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
 
 
 class OptimizedConv1d(_OptimizedConv, nn.Conv1d):
-    """`torch.nn.Conv1d` that casts its input to the dtype of its weight."""
+    """`torch.nn.Conv1d` on a channels-last weight, and that casts its input to the dtype of its weight.
+
+    It runs as a 2-D convolution of height 1: those have channels-last kernels.
+    """
+
+    def _stock(self, x: Tensor) -> Tensor:
+        state = state_of(self)
+        if state is None or state.memory_format is None or is_stand_in(x) or x.dim() not in (2, 3):
+            return super()._stock(x)
+        weight, bias = usable_parameters(self)
+        signal, x = x, self._cast(x, weight)
+        padding: Any = self.padding if isinstance(self.padding, str) else (0, *self.padding)
+        if self.padding_mode != "zeros":
+            x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0
+        wide = x.unsqueeze(-2)
+        if wide.dim() == 4:
+            wide = wide.contiguous(memory_format=torch.channels_last)
+        stride, dilation = (1, *self.stride), (1, *self.dilation)
+        try:
+            y = nn.functional.conv2d(
+                wide, weight.unsqueeze(2), bias, stride, padding, dilation, self.groups
+            )
+        except RuntimeError:  # the error shall speak of a sequence
+            return super()._stock(signal)
+        return y.squeeze(-2)
 
 
 class OptimizedConv2d(_OptimizedConv, nn.Conv2d):

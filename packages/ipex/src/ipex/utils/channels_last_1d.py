@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from ipex_core.packing.layout import in_layout, is_channels_last_1d
+
 __all__ = ["is_contiguous_channels_last_1d", "tensor_to_channels_last_1d", "to_channels_last_1d"]
 
 _T = TypeVar("_T", torch.Tensor, torch.nn.Module)
@@ -14,7 +16,7 @@ _T = TypeVar("_T", torch.Tensor, torch.nn.Module)
 
 def is_contiguous_channels_last_1d(input: torch.Tensor) -> bool:
     """Return whether a tensor ``[N, C, W]`` lies in memory as ``[N, W, C]``; False for other numbers of dimensions."""
-    return input.dim() == 3 and input.transpose(1, 2).is_contiguous()
+    return is_channels_last_1d(input)
 
 
 def tensor_to_channels_last_1d(t: torch.Tensor) -> torch.Tensor:
@@ -27,7 +29,7 @@ def tensor_to_channels_last_1d(t: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"tensor_to_channels_last_1d: t must have 3 dimensions, got shape {list(t.shape)}"
         )
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
+    return in_layout(t, "channels_last_1d")
 
 
 def to_channels_last_1d(t: _T) -> _T:

@@ -29,9 +29,10 @@ __all__ = [
     "measure_linear",
 ]
 
-#: Not for signals: seven shapes, with 1 thread of a shared machine, took 0.5 to 1.3 (float32) and 0.9 to 1.2
-#: (bfloat16) times the time of contiguous weights.
+#: Sequences run as images of height 1. Eight shapes with 1 thread of a Xeon with AMX took, with the conversion of the
+#: input, 0.14 (depthwise) to 1.15 times the time of contiguous weights in float32, and 0.16 to 1.0 times in bfloat16.
 _FORMATS: dict[type[nn.Module], str] = {
+    nn.Conv1d: "channels_last_1d",
     nn.Conv2d: "channels_last",
     nn.ConvTranspose2d: "channels_last",
     nn.Conv3d: "channels_last_3d",
@@ -78,6 +79,8 @@ class ChannelsLast(Pass):
             if reason is not None:
                 context.log.add(path, module, self.name, False, reason)
                 continue
+            if kind is nn.Conv1d:
+                swap_class(module, LEAVES[nn.Conv1d])
             attach(module).memory_format = memory_format
             context.log.add(
                 path, module, self.name, True, "weight and input in channels-last order"
