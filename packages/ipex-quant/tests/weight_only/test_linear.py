@@ -163,9 +163,48 @@ def test_weight_has_shape_and_dtype_and_can_be_used() -> None:
     linear: Any = nn.Linear(64, 32).bfloat16()
     linear.qconfig = woq_qconfig(weight_dtype=D.INT8)
     m: Any = WeightOnlyQuantizedLinear.from_float(linear)
+    m.shows_codes = False
     assert m.weight.shape == (32, 64) and m.weight.dtype == torch.bfloat16
     assert torch.equal(m.weight + 0, m.dequantize(torch.bfloat16))
     assert [n for n, _ in m.named_parameters()] == ["bias"]
+
+
+_CODES = [
+    (D.INT8, torch.int8, 65),
+    (D.INT4, torch.uint8, 33),
+    (D.NF4, torch.uint8, 33),
+    (D.FP8, torch.float8_e4m3fn, 65),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "columns"), _CODES, ids=[k.name for k, *_ in _CODES])
+def test_weight_is_the_codes_as_in_ipex(kind: D, dtype: torch.dtype, columns: int) -> None:
+    from ipex_quant import convert, get_weight_only_quant_qconfig_mapping, prepare
+
+    mapping = get_weight_only_quant_qconfig_mapping(weight_dtype=kind)
+    x = torch.randn(2, 65)
+
+    class Renamed(nn.Sequential):  # a model whose code casts to the dtype of weights
+        __module__ = "transformers.models.none"
+
+    for model in (nn.Sequential, Renamed):
+        stock = model(nn.Linear(65, 8)).eval()
+        made: Any = convert(prepare(stock, mapping, example_inputs=x, inplace=False))
+        for layer in (made[0], copy.deepcopy(made)[0]):
+            codes = layer.weight
+            if model is Renamed:
+                assert codes.dtype is torch.float32 and codes.shape == (8, 65)
+                continue
+            assert codes.dtype is dtype and codes.shape == (8, columns)
+            torch.testing.assert_close(
+                codes.view(torch.uint8), layer.quantized_weight().codes.view(torch.uint8)
+            )
+        torch.testing.assert_close(
+            made(x),
+            nn.functional.linear(x, made[0].dequantize(), stock[0].bias),
+            rtol=0.02,
+            atol=0.02,
+        )
 
 
 def test_frees_the_float_weight() -> None:

@@ -330,8 +330,11 @@ class _Conversion:
         """Quantize the weights of layers that a weight-only configuration names."""
         if self.state.weight_only is None:
             return
+        kinds = {type(module).__module__ for module in self.model.modules()}
+        casts_to_weights = any(name.startswith("transformers.") for name in kinds)
         for path in quantize_linears(self.model, self.state.weight_only):
             woq: Any = self.model.get_submodule(path)
+            woq.shows_codes = not casts_to_weights
             self._note(path, "Linear", True, f"weights {woq.dtype.name}", "woq_linear")
 
 

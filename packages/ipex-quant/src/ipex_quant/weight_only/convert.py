@@ -305,6 +305,7 @@ def _quantize(
         else:
             source.qconfig = before
     assert isinstance(result, WeightOnlyQuantizedLinear)
+    result.shows_codes = False
     if source is not module:
         module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
     return result

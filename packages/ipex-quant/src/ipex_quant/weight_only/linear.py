@@ -93,8 +93,9 @@ class WoqLinearModule(nn.Module):
         self.weight_qscheme = qconfig.weight_qscheme
         self.cache_weight_for_large_batch: bool = qconfig.cache_weight_for_large_batch
         self.modes = (qconfig.lowp_mode.name.lower(), qconfig.act_quant_mode.name.lower())
-        #: The dtype that ``weight`` shows.
+        #: The dtype that ``weight`` shows, unless it shows the codes.
         self._float_dtype = torch.float32
+        self.shows_codes = False
 
     # -- computing ------------------------------------------------------------------------------------------
 
@@ -173,10 +174,15 @@ class WoqLinearModule(nn.Module):
 
     @property
     def weight(self) -> Tensor | None:
-        """The float weight: it has shape and dtype, and is dequantized when somebody computes with it."""
+        """The float weight: it has shape and dtype, and is dequantized when somebody computes with it.
+
+        With ``shows_codes`` a copy of the codes, int8 or an 8-bit float ``[N, K]`` or uint8 ``[N, ceil(K / 2)]``.
+        """
         packed = self._buffers["packed_weight"]
         if packed is None:
             return None
+        if self.shows_codes:
+            return self.quantized_weight().codes
         shape = torch.Size((self.out_features, self.in_features))
         return PackedWeight(packed, "woq", shape, self._float_dtype)
 
@@ -308,6 +314,9 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
         group_size: Input features that share a scale, or -1 for all.
         weight_qscheme: The `WoqWeightQScheme` of the weight.
         modes: ``(lowp_mode, act_quant_mode)`` as the op takes them.
+        shows_codes: Whether ``weight`` is the codes, as IPEX's layer has it: scripts ask for its dtype. True for layers
+            made by its class methods and by `ipex.quantization.convert`, but not in models of transformers, which cast
+            activations to ``weight.dtype``.
     """
 
     @classmethod
@@ -380,6 +389,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             weight = quantized(op, source.detach(), qconfig, scales, zero_points, scale_dtype)
             weight.bias = bias
             result.set_weight(weight)
+        result.shows_codes = True
         mod.weight = nn.Parameter(source.new_empty(0), requires_grad=False)  # type: ignore[assignment]
         return result.train(mod.training)
 
@@ -444,6 +454,7 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             qconfig if isinstance(qconfig, QConfigWoq) else None,
         )
         result.set_weight(weight)
+        result.shows_codes = True
         return result
 
     @classmethod
@@ -564,4 +575,5 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
             in_features, out_features = weight.in_features, weight.out_features
         result = cls(in_features, out_features, False, WoqWeightDtype.INT4, qconfig)
         result.set_weight(weight)
+        result.shows_codes = True
         return result

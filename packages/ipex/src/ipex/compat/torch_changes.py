@@ -104,11 +104,11 @@ def _numpy() -> Callable[[], None]:
         if vars(torch.Tensor).get("numpy") is not numpy:
             return
         if own:
-            torch.Tensor.numpy = stock
+            torch.Tensor.numpy = stock  # type: ignore[method-assign]
         else:
             del torch.Tensor.numpy
 
-    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+    torch.Tensor.numpy = numpy  # type: ignore[method-assign, assignment]
     return put_back
 
 
@@ -117,7 +117,7 @@ def _numpy() -> Callable[[], None]:
 
 def _group_norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if torch.get_autocast_dtype("cpu") is torch.bfloat16:
-        x, *rest = [_cast(value, torch.bfloat16) for value in (x, *rest)]
+        return torch.ops.aten.group_norm.default(*(_cast(v, torch.bfloat16) for v in (x, *rest)))
     return torch.ops.aten.group_norm.default(x, *rest)
 
 
