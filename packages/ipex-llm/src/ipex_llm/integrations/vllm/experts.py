@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["halves", "interleaved", "register_experts", "swiglu_options"]
+__all__ = ["apply_method", "halves", "interleaved", "register_experts"]
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,7 @@ def expert_class(base: type) -> type:
     members: dict[str, Callable[..., Any]] = {
         "_supports_grouped_gemm": classmethod(_supports),  # type: ignore[dict-item]
         "process_weights_after_loading": _pack,
-        "apply": _apply,
+        "apply": apply_method(_parts),
     }
     return type("IpexExperts", (base,), members)
 
@@ -67,7 +67,7 @@ def halves(rows: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
 
 
-def swiglu_options(config: Any) -> dict[str, float]:
+def _swiglu_options(config: Any) -> dict[str, float]:
     """Return the arguments of the op for the clamped SwiGLU, from vLLM's description of a layer's numbers."""
     found = {
         "swiglu_alpha": getattr(config, "gemm1_alpha", None),
@@ -93,39 +93,55 @@ def _pack(self: Any, layer: Any) -> None:
         setattr(layer, name, torch.nn.Parameter(empty, requires_grad=False))
 
 
-def _apply(
-    self: Any,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: Any,
-    global_num_experts: int,
-    expert_map: Tensor | None,
-    a1q_scale: Tensor | None,
-    a2_scale: Tensor | None,
-    workspace13: Tensor,
-    workspace2: Tensor,
-    expert_tokens_meta: Any,
-    apply_router_weight_on_input: bool,
-) -> None:
-    """Write the sum over the chosen experts of each token into ``output``."""
-    del w1, w2, global_num_experts, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta
-    if expert_map is not None:
-        # Experts of other ranks are -1, which the op skips.
-        topk_ids = expert_map[topk_ids.long()]
-    if apply_router_weight_on_input:
-        topk_weights = torch.ones_like(topk_weights)
-    result = torch.ops.ipex.fused_experts(
-        hidden_states,
-        *self.packed,
-        topk_weights,
-        topk_ids,
-        self.intermediate,
-        activation.value,
-        *self.bias,
-        **swiglu_options(self.quant_config),
-    )
-    output.copy_(result)
+def apply_method(parts: Callable[[Any, Tensor, Tensor], tuple[Any, ...]]) -> Callable[..., None]:
+    """Return the method ``apply`` of vLLM's experts: it writes the sum over the chosen experts of each token.
+
+    Args:
+        parts: Called with the experts and vLLM's two weights; returns the packed weights, the intermediate size and
+            the two biases as ``ipex::fused_experts`` takes them.
+    """
+
+    def apply(
+        self: Any,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        del global_num_experts, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta
+        if expert_map is not None:
+            # Experts of other ranks are -1, which the op skips.
+            topk_ids = expert_map[topk_ids.long()]
+        if apply_router_weight_on_input:
+            topk_weights = torch.ones_like(topk_weights)
+        w13, w2, intermediate, *biases = parts(self, w1, w2)
+        result = torch.ops.ipex.fused_experts(
+            hidden_states,
+            w13,
+            w2,
+            topk_weights,
+            topk_ids,
+            intermediate,
+            activation.value,
+            *biases,
+            **_swiglu_options(self.quant_config),
+        )
+        output.copy_(result)
+
+    return apply
+
+
+def _parts(self: Any, w1: Tensor, w2: Tensor) -> tuple[Any, ...]:
+    del w1, w2  # what is left in their place
+    return (*self.packed, self.intermediate, *self.bias)

@@ -79,7 +79,7 @@ def _expert_class(name: str, base: type, pack: Callable[[Any, Any], None] | None
         "is_supported_config": staticmethod(general.is_supported_config),
         "supports_expert_map": lambda self: True,
         "moe_problem_size": _problem_size,
-        "apply": _apply,
+        "apply": experts.apply_method(_parts),
     }
     if pack is not None:
         members["process_weights_after_loading"] = pack
@@ -100,43 +100,9 @@ def _problem_size(
     return w1.shape[0], tokens, rows, a1.shape[-1], topk_ids.shape[1]
 
 
-def _apply(
-    self: Any,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: Any,
-    global_num_experts: int,
-    expert_map: Tensor | None,
-    a1q_scale: Tensor | None,
-    a2_scale: Tensor | None,
-    workspace13: Tensor,
-    workspace2: Tensor,
-    expert_tokens_meta: Any,
-    apply_router_weight_on_input: bool,
-) -> None:
-    """Write the sum over the chosen experts of each token into ``output``."""
-    del global_num_experts, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta
-    if expert_map is not None:
-        topk_ids = expert_map[topk_ids.long()]
-    if apply_router_weight_on_input:
-        topk_weights = torch.ones_like(topk_weights)
-    result = torch.ops.ipex.fused_experts(
-        hidden_states,
-        w1,
-        w2,
-        topk_weights,
-        topk_ids,
-        self.moe_config.intermediate_size_per_partition,
-        activation.value,
-        getattr(self, "first_bias", self.w1_bias),
-        self.w2_bias,
-        **experts.swiglu_options(self.quant_config),
-    )
-    output.copy_(result)
+def _parts(self: Any, w1: Tensor, w2: Tensor) -> tuple[Any, ...]:
+    inner = self.moe_config.intermediate_size_per_partition
+    return w1, w2, inner, getattr(self, "first_bias", self.w1_bias), self.w2_bias
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
