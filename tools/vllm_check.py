@@ -699,9 +699,9 @@ def ask(url: str, body: dict[str, Any] | None = None) -> str:
 
 
 def serve(folder: Path) -> Iterator[Case]:
-    """Yield the case of the server, with a Llama and a tokenizer of bytes."""
+    """Yield the cases of the server, alone and with two replicas, with a Llama and a tokenizer of bytes."""
 
-    def run() -> str:
+    def run(replicas: int) -> str:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -730,6 +730,7 @@ def serve(folder: Path) -> Iterator[Case]:
         ]
         command += ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
         command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--max-num-seqs", "4"]
+        command += ["--data-parallel-size", str(replicas)] if replicas > 1 else []
         log = folder / "serve.log"
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with log.open("w") as out:
@@ -743,7 +744,8 @@ def serve(folder: Path) -> Iterator[Case]:
             except subprocess.TimeoutExpired:
                 server.kill()
 
-    yield "server", run
+    yield "server", functools.partial(run, 1)
+    yield "two replicas behind one port", functools.partial(run, 2)
 
 
 def talk(server: subprocess.Popen[bytes], url: str, log: Path) -> str:

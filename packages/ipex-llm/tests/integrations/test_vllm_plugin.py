@@ -338,6 +338,8 @@ def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
     assert worker.determine_available_memory() == 1 << 31 and warm == [1]
     config.parallel_config.tensor_parallel_size = 4
     assert worker.determine_available_memory() == 1 << 30
+    config.parallel_config.data_parallel_size_local = 2
+    assert worker.determine_available_memory() == 1 << 29
     for name, value in (("kv_cache_memory_bytes", 1 << 20), ("gpu_memory_utilization", 0.5)):
         config = stand_in.vllm_config()
         setattr(config.cache_config, name, value)
@@ -345,6 +347,18 @@ def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
         assert getattr(config.cache_config, name) == value
         with pytest.raises(stand_in.Stated, match="CPUWorker"):
             worker.determine_available_memory()
+
+
+@pytest.mark.parametrize(
+    ("assigned", "kept"), [([1], None), ([0], [0]), ([0, 1], [0, 1]), (None, None)]
+)
+def test_replicas_without_a_memory_node_use_all(modules, monkeypatch, assigned, kept):
+    memory = modules["vllm.utils.cpu_resource_utils"]
+    monkeypatch.setattr(memory, "get_memory_affinity", lambda: [0])
+    config = stand_in.vllm_config()
+    config.parallel_config.assigned_physical_gpu_ids = assigned
+    ours("worker").IpexWorker(config)
+    assert config.parallel_config.assigned_physical_gpu_ids == kept
 
 
 @pytest.mark.parametrize("first", [True, False])

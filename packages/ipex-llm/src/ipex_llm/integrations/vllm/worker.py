@@ -43,6 +43,18 @@ def _first_stage() -> bool:
     return bool(state.get_pp_group().is_first_rank)
 
 
+def _forget_absent_nodes(parallel: Any) -> None:
+    """Let a replica use all memory nodes where it was assigned some that are not there.
+
+    vLLM gives each data-parallel replica a NUMA node of its own, also on machines with fewer nodes than replicas, and
+    then finds none.
+    """
+    resources: Any = importlib.import_module("vllm.utils.cpu_resource_utils")
+    assigned = getattr(parallel, "assigned_physical_gpu_ids", None)
+    if assigned is not None and not set(assigned) & set(resources.get_memory_affinity()):
+        parallel.assigned_physical_gpu_ids = None
+
+
 class IpexWorker(CPUWorker):
     """A worker that plans with the memory that is free, not with a share of the whole machine."""
 
@@ -55,6 +67,7 @@ class IpexWorker(CPUWorker):
         if self.planned_here:
             # vLLM 0.32 stops at the start where its own default is not free.
             cache.gpu_memory_utilization = 0.01
+        _forget_absent_nodes(vllm_config.parallel_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,6 +100,7 @@ class IpexWorker(CPUWorker):
         parallel = self.parallel_config
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         here = max(1, ranks // (getattr(parallel, "nnodes", 1) or 1))
+        here *= getattr(parallel, "data_parallel_size_local", 1) or 1
         longest = sum(
             spec.max_memory_usage_bytes(self.vllm_config)
             for spec in self.get_kv_cache_spec().values()
