@@ -88,7 +88,8 @@ def ipex_backend(
             ``"ipex.disable"``, names of patterns to leave out or True for all; ``"ipex.always"``, True to let patterns
             fire also where Inductor's own code was measured to be as fast; ``"ipex.program"``, True to run frozen
             graphs as programs of the kernel package, which takes seconds to compile and needs no compiler of C++,
-            ``"auto"`` to do so where few ops lack an instruction.
+            ``"auto"`` to do so where few ops lack an instruction, False to let Inductor write code. Without it:
+            ``"auto"``, and False with a mode, an option of Inductor or ``"ipex.always"``.
 
     Returns:
         A callable that takes the graph inputs.

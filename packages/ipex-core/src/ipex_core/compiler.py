@@ -38,7 +38,8 @@ class Options:
         disable: ``"ipex.disable"``: names of patterns to leave out, or True for all of them.
         always: ``"ipex.always"``: let patterns fire also where Inductor's own code was measured to be as fast.
         program: ``"ipex.program"``: run graphs for inference as programs of the kernel package; ``"auto"``: if few of
-            their ops lack an instruction.
+            their ops lack an instruction. Without the option: ``"auto"``, and False with a mode, an option of
+            Inductor or ``"ipex.always"``.
         inductor: Patches of Inductor's configuration.
         lean: The mode asks for little cost per call: CUDA graphs on a GPU, calls between kernels in C++ on a CPU.
     """
@@ -88,6 +89,9 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
             raise ValueError(f"compile: option {key!r} must be of type {names}, got {value!r}")
         patches[name] = value
     ours = {name: read(own[key]) for key, (name, read) in _own(own)}
+    # A mode and options that only Inductor knows ask for Inductor.
+    inductors = mode is not None or bool(patches) or ours.get("always", False)
+    ours.setdefault("program", False if inductors else "auto")
     return Options(**ours, inductor=patches, lean=lean)
 
 

@@ -74,9 +74,12 @@ def test_same_result_frozen_in_every_inference_mode():
             torch.testing.assert_close(compiled(x), expected)
 
 
+INDUCTOR = {"ipex.program": False}
+
+
 def test_parameters_become_constants(inductor_patches):
     with torch.no_grad():
-        torch.compile(mlp(), backend=ipex_backend)(torch.randn(2, 16))
+        torch.compile(mlp(), backend=ipex_backend, options=INDUCTOR)(torch.randn(2, 16))
     assert inductor_patches == [{"freezing": True, "lifted": True, "grad": False}]
 
 
@@ -86,7 +89,8 @@ def test_no_freezing_when_a_gradient_is_needed(inductor_patches):
 
 
 def test_grad_mode_on_but_nothing_requires_grad(inductor_patches):
-    torch.compile(mlp().requires_grad_(False), backend=ipex_backend)(torch.randn(2, 16))
+    model = mlp().requires_grad_(False)
+    torch.compile(model, backend=ipex_backend, options=INDUCTOR)(torch.randn(2, 16))
     assert inductor_patches == [{"freezing": True, "lifted": True, "grad": False}]
     assert torch.is_grad_enabled()
 
@@ -128,7 +132,7 @@ def test_layers_compiled_one_by_one_stay_below_the_recompile_limit(inductor_patc
     with torch.no_grad():
         expected = layers(x)
         for layer in layers:
-            layer.compile(backend=ipex_backend)
+            layer.compile(backend=ipex_backend, options=INDUCTOR)
         torch.testing.assert_close(layers(x), expected)
     assert sum("freezing" in p and p["lifted"] for p in inductor_patches) >= 4
     assert len(inductor_patches) <= torch._dynamo.config.recompile_limit

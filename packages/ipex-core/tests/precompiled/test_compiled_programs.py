@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ipex_core import explain
-from ipex_core.compile_backend import ipex_backend
+from ipex_core.compile_backend import compile, ipex_backend
+from ipex_core.compiler import read_options
 
 OPTIONS = {"ipex.program": True}
 
@@ -152,10 +153,55 @@ def test_graphs_with_many_other_ops_may_be_left_to_inductor() -> None:
         return x.cumsum(0).sort(0).values.cummax(0).values + x.topk(8, 1).values
 
     x = torch.randn(4, 8)
-    for program, text in ((True, "a program of"), ("auto", "not run as a program")):
+    left = "not run as a program"
+    for options, text in (
+        ({"ipex.program": True}, "a program of"),
+        ({"ipex.program": "auto"}, left),
+        (None, left),
+    ):
         torch.compiler.reset()
-        fast = torch.compile(function, backend=ipex_backend, options={"ipex.program": program})
+        fast = torch.compile(function, backend=ipex_backend, options=options)
         with torch.no_grad():
             torch.testing.assert_close(fast(x), function(x))
         (graph,) = explain(fast).graphs
         assert any(note.startswith(text) for note in graph.notes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "program"),
+    [
+        (None, None, True),
+        (None, {"ipex.disable": ["linear"]}, True),
+        (None, {"ipex.program": False}, False),
+        (None, {"ipex.always": True}, False),
+        (None, {"cpp_wrapper": False}, False),
+        ("reduce-overhead", None, False),
+    ],
+)
+def test_programs_are_the_default_without_options_of_inductor(
+    mode: str | None, options: dict[str, Any] | None, program: bool
+) -> None:
+    assert read_options(mode, options).program == ("auto" if program else False)
+    torch.compiler.reset()
+    model, x = Net().eval(), torch.randn(2, 3, 9, 8)
+    if program:
+        fast = torch.compile(model, backend=ipex_backend, options=options)
+        with torch.no_grad():
+            close(fast(x), model(x))
+        (graph,) = explain(fast).graphs
+        assert any(note.startswith("a program of") for note in graph.notes)
+
+
+def test_a_graph_that_returns_no_tuple() -> None:
+    """`ipex.compile` takes graphs that Dynamo has not made."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).eval().requires_grad_(False)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(compile(torch.fx.symbolic_trace(model), [x])(x), model(x))
+
+    class Named(torch.nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"double": x * 2, "half": x / 2}
+
+    found = compile(torch.fx.symbolic_trace(Named()), [x])(x)
+    assert list(found) == ["double", "half"]
+    torch.testing.assert_close(found["half"], x / 2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import val
@@ -77,8 +78,15 @@ def compile_program(
         inference_compiler=compiler,
         decompositions=decompositions(),
     )
+    # A graph of Dynamo returns a tuple; one that was traced otherwise may return anything.
+    (output,) = gm.graph.find_nodes(op="output")
+    results, spec = tree_flatten(output.args[0])
+    plain = isinstance(output.args[0], (tuple, list))
+    if not plain:
+        output.args = (tuple(results),)
+        gm.recompile()
     compiled: Callable[..., Any] = made(gm, example_inputs)
-    return compiled
+    return compiled if plain else lambda *args: tree_unflatten(list(compiled(*args)), spec)
 
 
 def _constants() -> tuple[dict[int, Tensor], list[Tensor]]:
