@@ -51,10 +51,8 @@ class GraphCall:
         self._lock = threading.RLock()
         backend = "ipex" if "ipex" in torch._dynamo.list_backends(()) else "inductor"
         self._name = f"torch.compile({backend})"
-        # Programs are ready within seconds and need no compiler of C++.
-        options: dict[str, Any] | None = {"ipex.program": "auto"} if backend == "ipex" else None
         self._compiled: Callable[..., Any] | None = torch.compile(
-            model._call_impl, backend=backend, fullgraph=True, options=options
+            model._call_impl, backend=backend, fullgraph=True
         )
         self._captured = False
         self._runs: dict[Any, Callable[..., Any]] = {}

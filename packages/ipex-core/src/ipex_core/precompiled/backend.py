@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of Dynamo as programs: what ``torch.compile(..., options={"ipex.program": True})`` runs."""
+"""Graphs of Dynamo as programs: what ``torch.compile(model, backend="ipex")`` runs."""
 
 from __future__ import annotations
 
