@@ -122,6 +122,11 @@ def _conv(
     return torch.cat(parts).to(x.dtype) if parts else torch.empty_like(x)
 
 
+def _check_contiguous(a: Arguments, name: str) -> None:
+    value = getattr(a, name)
+    a.require(value.is_contiguous(), name, "be contiguous", f"strides {list(value.stride())}")
+
+
 def _conv_check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     a.require(a.x.dim() == 2, "x", "be 2-D [T, D]", f"{a.x.dim()}-D")
@@ -137,12 +142,12 @@ def _conv_check(a: Arguments) -> None:
     check_kind(a.op, "conv_state", a.conv_state, a.x)
     states = a.conv_state.shape[0] if a.conv_state.dim() == 3 else 0
     check_shape(a.op, "conv_state", a.conv_state, [states, shape[0] - 1, channels])
-    a.require(a.conv_state.is_contiguous(), "conv_state", "be contiguous", "strides")
+    _check_contiguous(a, "conv_state")
     check_activation(a.op, a.activation)
     _check_spans(a, a.x.shape[0], states)
 
 
-#: Rows of each text, and of what it has had before.
+#: Rows of each text of a sample.
 _TEXTS = ((1,), (7,), (1, 1, 1), (5, 0, 1, 19), (70, 3))
 
 
@@ -321,7 +326,7 @@ def _check_state(a: Arguments, x: Tensor, shape: list[int], of: str) -> int:
     states = a.state.shape[0] if a.state.dim() == 4 else 0
     check_float32(a.op, "state", a.state, [states, *shape], x, of)
     check_writable(a.op, "state", a.state)
-    a.require(a.state.is_contiguous(), "state", "be contiguous", "strides")
+    _check_contiguous(a, "state")
     return states
 
 

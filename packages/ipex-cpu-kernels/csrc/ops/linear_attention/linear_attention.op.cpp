@@ -70,7 +70,11 @@ class HeldTexts {
 };
 
 void check_contiguous(const char* op, const char* name, const Tensor& value) {
-  IPEX_CHECK(value.is_contiguous(), op, ": ", name, " must be contiguous, got strides");
+  if (value.is_contiguous()) return;
+  std::string strides;
+  for (int64_t i = 0; i < value.dim(); ++i)
+    strides += (i ? ", " : "") + std::to_string(value.stride(i));
+  fail(op, ": ", name, " must be contiguous, got strides [", strides, "]");
 }
 
 // Rows whose last dimension lies together.
