@@ -37,10 +37,6 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-#: Of `DecoderPlan.stock_calls`: without ``position_ids`` the model begins at position 0 in each call, with a cache too
-#: (Bamba). Programs do so as well.
-RESTARTS = "positions restart"
-
 #: Activations by the names that the op ``linear`` takes; ``"gelu_quick"``, ``"relu2"`` and others have no fusion.
 Activation = str
 

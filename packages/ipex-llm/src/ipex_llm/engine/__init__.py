@@ -476,7 +476,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _restarting(self, chosen: list[tuple[Request, int]]) -> Iterator[None]:
-        """After an error let requests begin again if their states may be those of any token."""
+        """After an error let requests begin again if their states may have gone on."""
         try:
             yield
         except BaseException:

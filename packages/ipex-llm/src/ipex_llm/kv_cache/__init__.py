@@ -527,8 +527,8 @@ class Sequences:
     def cut(self, counts: Sequence[int]) -> None:
         """Remove so many tokens from the end of each sequence."""
         size = self.cache.block_size
-        kept = any(0 < n < old for n, old in zip(counts, self.lengths, strict=True))
-        if self.states and kept:
+        partly = any(0 < n < old for n, old in zip(counts, self.lengths, strict=True))
+        if self.states and partly:
             raise NotImplementedError(
                 "IpexCache: tokens must not be removed from the end of a cache with states of recurrent layers, got"
                 f" {max(counts)}: begin again with a new cache"

@@ -8,7 +8,7 @@ with zeros where all tokens of a sequence are new, and leave the state behind th
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan
 from ipex_llm.arch.reference import filter_of, per_head
 from ipex_llm.kv_cache import StateShape
 from ipex_llm.model_runner.dense import WeightStore
-
-if TYPE_CHECKING:
-    from ipex_llm.model_runner.program import Writer
 
 Tensor = torch.Tensor
 
@@ -68,7 +65,7 @@ def state_parts(plan: MixerPlan) -> tuple[str, ...]:
 
 
 def write_mixer(
-    writer: Writer, index: int, plan: MixerPlan, weights: Mixer, rows: Register
+    writer: Any, index: int, plan: MixerPlan, weights: Mixer, rows: Register
 ) -> Register:
     """Write a block with a state.
 
@@ -94,7 +91,7 @@ def write_mixer(
 
 
 def _convolve(
-    writer: Writer, index: int, plan: ConvPlan, weights: Mixer, x: Register, activation: str
+    writer: Any, index: int, plan: ConvPlan, weights: Mixer, x: Register, activation: str
 ) -> Register:
     constant = writer.b.constant
     bias = None if weights.bias is None else constant(weights.bias)
@@ -106,19 +103,19 @@ def _convolve(
     return result
 
 
-def _parts(writer: Writer, rows: Register, *widths: int) -> list[Register]:
+def _parts(writer: Any, rows: Register, *widths: int) -> list[Register]:
     """Return views of neighboring columns."""
     starts = [sum(widths[:i]) for i in range(len(widths))]
     narrow: Any = writer.b.call
     return [narrow("narrow", rows, 1, at, n) for at, n in zip(starts, widths, strict=True)]
 
 
-def _heads(writer: Writer, x: Register, heads: int, width: int) -> Register:
+def _heads(writer: Any, x: Register, heads: int, width: int) -> Register:
     result: Register = writer.b.call("reshape", x, [0, heads, width])
     return result
 
 
-def _delta(writer: Writer, index: int, plan: DeltaPlan, weights: Mixer, rows: Register) -> Register:
+def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Register) -> Register:
     b, heads, size = writer.b, plan.heads, plan.value_dim
     keys, values = plan.groups * plan.key_dim, heads * size
     qkv, z, beta, step = _parts(writer, rows, 2 * keys + values, values, heads, heads)
@@ -138,7 +135,7 @@ def _delta(writer: Writer, index: int, plan: DeltaPlan, weights: Mixer, rows: Re
     return result
 
 
-def _scan(writer: Writer, index: int, plan: ScanPlan, weights: Mixer, rows: Register) -> Register:
+def _scan(writer: Any, index: int, plan: ScanPlan, weights: Mixer, rows: Register) -> Register:
     b, heads, size = writer.b, plan.heads, plan.head_dim
     inner, states = heads * size, plan.groups * plan.state_dim
     gate, xbc, step = _parts(writer, rows, inner, inner + 2 * states, heads)

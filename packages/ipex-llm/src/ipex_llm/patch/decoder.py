@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch import RESTARTS
 from ipex_llm.arch.detect import Facts
 from ipex_llm.kv_cache.transformers import CacheState, adopt, give_up, state_of_cache
 from ipex_llm.model_runner import Runner
@@ -68,6 +67,10 @@ Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
 _told: set[str] = set()
 _silent: contextvars.ContextVar[bool] = contextvars.ContextVar("_silent", default=False)
+
+#: Of `DecoderPlan.stock_calls`: without ``position_ids`` the model begins at position 0 in each call, with a cache too
+#: (Bamba). Programs do so as well.
+RESTARTS = "positions restart"
 
 #: Arguments that say nothing about what is computed here.
 _IGNORED = frozenset(

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ipex_core.module_swap.base import original_class
-from ipex_llm.arch import RESTARTS
 from ipex_llm.arch.detect import parameter_names
 from ipex_llm.arch.detect.trace import special_tokens
+from ipex_llm.patch.decoder import RESTARTS
 
 Tensor = torch.Tensor
 
