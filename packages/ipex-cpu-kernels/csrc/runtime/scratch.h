@@ -35,6 +35,7 @@ enum class Area {
   kNms,
   kNormQuant,
   kPointwise,
+  kRecurrence,  // a part of the state of one text
   kRoiAlign,
   kSampleToken,
   kSelectiveScan,

@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionPlan",
+    "ConvPlan",
     "DecoderPlan",
+    "DeltaPlan",
     "ExpertsPlan",
     "LatentPlan",
     "LayerPlan",
     "LinearPlan",
+    "MixerPlan",
     "MlpPlan",
     "NormPlan",
     "RopePlan",
+    "ScanPlan",
     "linear_modules",
+    "projections",
 ]
 
 Tensor = torch.Tensor
@@ -149,6 +154,61 @@ class AttentionPlan:
     #: Queries are multiplied with ``1 + scale * log(1 + floor((position + 1) / floor_scale))`` (Llama 4); the two.
     temperature: tuple[float, float] | None = None
     latent: LatentPlan | None = None  # `kv_heads` is 1 then
+    #: `qkv` gives a row of gates as wide as all queries behind the values; their sigmoid multiplies what is attended.
+    gated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConvPlan:
+    """A short convolution between two gates: ``output(c * conv(b * x))`` (LFM2)."""
+
+    input: LinearPlan  # rows: b, c, x
+    output: LinearPlan
+    conv: nn.Module  # depthwise, looking back only
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return int(self.conv.weight.shape[0])  # type: ignore[arg-type,union-attr]
+
+    @property
+    def taps(self) -> int:
+        """Width of the filter."""
+        return int(self.conv.weight.shape[-1])  # type: ignore[arg-type,union-attr]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeltaPlan(ConvPlan):
+    """A gated delta net: a convolution with silu, the gated delta rule, a norm of each head and a gate.
+
+    Heads of queries and keys are shared by ``heads / groups`` heads of values. See the op ``gated_delta_rule``.
+    """
+
+    module: nn.Module  # has A_log and dt_bias
+    norm: NormPlan  # over `value_dim`; what it gives is multiplied with silu(z)
+    groups: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    # rows of `input`: q, k, v, z, b, a
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScanPlan(ConvPlan):
+    """Mamba-2: a convolution with silu, the scan, a gate and a norm. See the op ``ssd_scan``."""
+
+    module: nn.Module  # has A_log, D and dt_bias
+    norm: NormPlan | None  # of ``y * silu(gate)``
+    norm_groups: int  # parts of a row that the norm divides by lengths of their own
+    groups: int
+    heads: int
+    head_dim: int
+    state_dim: int
+    # rows of `input`: gate, x, B, C, dt
+
+
+#: A block that keeps a state of fixed size instead of keys and values.
+MixerPlan = ConvPlan | DeltaPlan | ScanPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,7 +258,7 @@ class ExpertsPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One decoder layer.
+    """One decoder layer; `attention` may be another block that mixes tokens, with a state.
 
     Sequential: ``h += post_attention?(attention(input_norm(h)))``, then ``h += post_mlp?(mlp(mlp_norm(h)))``.
     Parallel: both read ``h`` as it came in, through one norm or two, and both are added.
@@ -209,7 +269,7 @@ class LayerPlan:
     """
 
     module: nn.Module
-    attention: AttentionPlan
+    attention: AttentionPlan | MixerPlan
     mlp: MlpPlan | ExpertsPlan
     input_norm: NormPlan | None
     mlp_norm: NormPlan | None  # parallel and None: the mlp reads what input_norm gives
@@ -247,9 +307,24 @@ class DecoderPlan:
     #: The ranks that have the rest of a sharded model: output and down projections, experts and the head give parts.
     parallel: TensorParallel | None = None
 
+    @property
+    def attentions(self) -> list[AttentionPlan]:
+        """The attentions of the layers that have keys and values."""
+        return [p.attention for p in self.layers if isinstance(p.attention, AttentionPlan)]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state instead of keys and values."""
+        return len(self.attentions) < len(self.layers)
+
     def linear_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules of all linear layers of the plan."""
         return linear_modules(self)
+
+
+def projections(plan: AttentionPlan | MixerPlan) -> tuple[LinearPlan, LinearPlan]:
+    """Return the linear layers before and behind an attention, or a block with a state."""
+    return (plan.qkv if isinstance(plan, AttentionPlan) else plan.input), plan.output
 
 
 def linear_modules(value: object) -> Iterator[nn.Module]:

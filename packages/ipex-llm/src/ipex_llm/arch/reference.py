@@ -6,6 +6,7 @@ No cache, no fusion, everything in float32; slow on purpose.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,14 +18,18 @@ from torch.nn import functional
 import ipex_core  # noqa: F401  (registers the ops)
 from ipex_llm.arch import (
     AttentionPlan,
+    ConvPlan,
     DecoderPlan,
+    DeltaPlan,
     ExpertsPlan,
     LatentPlan,
     LayerPlan,
     LinearPlan,
+    MixerPlan,
     MlpPlan,
     NormPlan,
     RopePlan,
+    ScanPlan,
 )
 
 Tensor = torch.Tensor
@@ -120,7 +125,11 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
         query, key, value = _from_latent(plan, plan.latent, qkv)
         return _weigh(plan, query, key, value)
     length, width = qkv.shape[0], plan.head_dim
-    heads = qkv.view(length, plan.heads + 2 * plan.kv_heads, width)
+    if plan.gated:
+        qkv, gates = qkv.split([qkv.shape[-1] - plan.heads * width, plan.heads * width], dim=-1)
+        plain = dataclasses.replace(plan, gated=False, clip_qkv=None)
+        return attend(plain, qkv) * torch.sigmoid(gates)
+    heads = qkv.reshape(length, plan.heads + 2 * plan.kv_heads, width)
     query, key, value = heads.split([plan.heads, plan.kv_heads, plan.kv_heads], dim=1)
     if not plan.norm_after_rope:
         query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
@@ -177,9 +186,75 @@ def _weigh(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Te
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
-def run_attention(plan: AttentionPlan, x: Tensor) -> Tensor:
-    """Attention of one sequence ``[T, hidden]``, causal."""
-    return run_linear(plan.output, attend(plan, run_linear(plan.qkv, x)))
+def filter_of(plan: ConvPlan) -> tuple[Tensor, Tensor | None]:
+    """Return the filter ``[W, D]`` and the bias ``[D]`` of a short convolution, float32."""
+    weight: Any = plan.conv.weight
+    bias: Any = plan.conv.bias
+    taps = weight.detach().float().flatten(1).t().contiguous()
+    return taps, None if bias is None else bias.detach().float()
+
+
+def per_head(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter ``[H]`` of a recurrence, float32; ``A`` is computed from ``A_log``."""
+    if name == "A":
+        return -torch.exp(per_head(module, "A_log"))
+    value: Any = getattr(module, name)
+    return value.detach().float().contiguous()  # type: ignore[no-any-return]
+
+
+def _convolve(plan: ConvPlan, x: Tensor, activation: str, texts: tuple[Tensor, ...]) -> Tensor:
+    weight, bias = filter_of(plan)
+    state = x.new_zeros(1, plan.taps - 1, plan.channels)
+    found: Tensor = torch.ops.ipex.causal_conv1d_varlen(
+        *(x.contiguous(), state, weight, bias, activation), *texts
+    )
+    return found
+
+
+def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
+    """Return the input of the output projection of a block with a state, for the rows ``[T, ...]`` of `plan.input`."""
+    rows, count = rows.float(), rows.shape[0]
+    texts = tuple(torch.tensor(n, dtype=torch.int32) for n in ([0, count], [count], [0]))
+    if isinstance(plan, DeltaPlan):
+        keys, values = plan.groups * plan.key_dim, plan.heads * plan.value_dim
+        qkv, z, b, a = rows.split([2 * keys + values, values, plan.heads, plan.heads], dim=-1)
+        q, k, v = _convolve(plan, qkv, "silu", texts).split([keys, keys, values], dim=-1)
+        y = torch.ops.ipex.gated_delta_rule(
+            *(t.unflatten(-1, (plan.groups, plan.key_dim)) for t in (q, k)),
+            *(v.unflatten(-1, (plan.heads, plan.value_dim)), a, b),
+            *(per_head(plan.module, "A"), per_head(plan.module, "dt_bias")),
+            rows.new_zeros(1, plan.heads, plan.key_dim, plan.value_dim),
+            *texts,
+            plan.key_dim**-0.5,
+        )
+        return run_norm(plan.norm, y).flatten(1) * functional.silu(z)
+    if isinstance(plan, ScanPlan):
+        inner, states = plan.heads * plan.head_dim, plan.groups * plan.state_dim
+        gate, xbc, dt = rows.split([inner, inner + 2 * states, plan.heads], dim=-1)
+        x, b, c = _convolve(plan, xbc, "silu", texts).split([inner, states, states], dim=-1)
+        y = torch.ops.ipex.ssd_scan(
+            *(x.unflatten(-1, (plan.heads, plan.head_dim)), dt, per_head(plan.module, "A")),
+            *(t.unflatten(-1, (plan.groups, plan.state_dim)) for t in (b, c)),
+            *(per_head(plan.module, "D"), per_head(plan.module, "dt_bias")),
+            rows.new_zeros(1, plan.heads, plan.state_dim, plan.head_dim),
+            *texts,
+        )
+        y = y.flatten(1) * functional.silu(gate)
+        if plan.norm is None:
+            return y
+        parts = y.unflatten(-1, (plan.norm_groups, -1))
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + plan.norm.eps)
+        weight = plan.norm.weight
+        return parts.flatten(1) if weight is None else parts.flatten(1) * weight.float()
+    b, c, x = rows.chunk(3, dim=-1)
+    return c * _convolve(plan, b * x, "none", texts)
+
+
+def run_attention(plan: AttentionPlan | MixerPlan, x: Tensor) -> Tensor:
+    """Attention, or a block with a state, of one sequence ``[T, hidden]``, causal."""
+    if isinstance(plan, AttentionPlan):
+        return run_linear(plan.output, attend(plan, run_linear(plan.qkv, x)))
+    return run_linear(plan.output, mix(plan, run_linear(plan.input, x)))
 
 
 def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def shard_numbers(
     layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]
 ) -> tuple[int, int, int]:
     """Return the query heads, key/value heads and inner features that this rank has of a whole layer."""
-    a = layer.attention
+    a = _attention(layer)
     part = split_heads(a.heads, a.kv_heads, parallel.rank, parallel.ranks)
     size = inner_size(layer)
     first, last = split_features(size, parallel.rank, parallel.ranks, "the mlp", grains)
@@ -159,8 +159,20 @@ def _head_edges(head: LinearPlan, parallel: TensorParallel) -> list[tuple[int, i
     return [(first * grain, last * grain) for first, last in ranges]
 
 
+def _attention(layer: LayerPlan) -> AttentionPlan:
+    if not isinstance(layer.attention, AttentionPlan):
+        raise OpArgumentError(
+            "optimize: model must have attention in each layer to be divided, got a layer that keeps a state"
+        )
+    return layer.attention
+
+
 def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) -> None:
-    a = layer.attention
+    a = _attention(layer)
+    if a.gated:
+        raise OpArgumentError(
+            "optimize: model must have attention without gates to be divided, got gated attention"
+        )
     if a.latent is not None:
         raise OpArgumentError(
             "optimize: model must have projections to keys and values to be divided, got latent attention"
@@ -193,7 +205,7 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
 
 
 def _shard_layer(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) -> LayerPlan:
-    attention = layer.attention
+    attention = _attention(layer)
     part = split_heads(attention.heads, attention.kv_heads, parallel.rank, parallel.ranks)
     _set_numbers(layer.module, attention, part)
     mlp = layer.mlp

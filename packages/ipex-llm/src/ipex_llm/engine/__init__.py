@@ -12,6 +12,7 @@ Example::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -174,15 +175,29 @@ class Engine:
         )
         longest = -(-self.max_model_len // block_size)
         one = self.runner.cache_bytes(1, block_size, cache_dtype)
+        plan = self.runner.plan
+        #: Whether layers keep a state of each sequence; their rows have the numbers of the running requests.
+        self._states = bool(getattr(plan, "has_states", False))
+        states = self.runner.state_bytes(max_num_seqs) if self._states else 0
+        if self._states and speculative_config is not None:
+            raise ValueError(
+                "Engine: speculative_config must be None for a model with recurrent layers, whose state cannot go"
+                f" back behind a wrong guess, got {speculative_config!r}"
+            )
         speculative = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.of(speculative_config)
             draft = draft_runner(speculative, self.vocab_size)
             one += 0 if draft is None else draft.cache_bytes(1, block_size)
         self.speculative_config = speculative
-        blocks = cache_blocks(one, num_blocks, cache_bytes, longest * max_num_seqs, memory_share)
-        self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
-        self._pool = BlockPool(blocks, block_size, prefix_reuse)
+        most = longest * max_num_seqs
+        blocks = cache_blocks(one, num_blocks, cache_bytes, most, memory_share, states)
+        if self._states:
+            self._cache = self.runner.new_cache(blocks, block_size, cache_dtype, max_num_seqs)
+        else:
+            self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
+        # A prefix would need the state at its end, which for one block is larger than the block.
+        self._pool = BlockPool(blocks, block_size, prefix_reuse and not self._states)
         budget = max(max_tokens_per_step, max_num_seqs)
         switch: int | None = getattr(self.runner, "length_switch", None)
         guesses = None if speculative is None else self._guesses
@@ -410,7 +425,7 @@ class Engine:
         begun = time.monotonic()
         done: list[tuple[Request, Run]] = []
         pooled: list[Request] = []
-        with torch.inference_mode():
+        with torch.inference_mode(), self._restarting(chosen):
             found = [
                 (pools, *self._forward(part, pools))
                 for pools, long in itertools.product((False, True), repeat=2)
@@ -448,6 +463,8 @@ class Engine:
         for request, count in chosen:
             if request.id not in late:  # its tokens are computed again
                 self._scheduler.advance(request, count)
+            elif self._states:  # from the first one on: the state has them already
+                self._scheduler.restart(request)
         self._counts["steps"] += 1
         for request, run in done:
             outputs += self._extend(request, run)
@@ -456,6 +473,17 @@ class Engine:
             for request, _ in chosen:
                 self._scheduler.trim(request)
         return outputs
+
+    @contextlib.contextmanager
+    def _restarting(self, chosen: list[tuple[Request, int]]) -> Iterator[None]:
+        """After an error let requests begin again if their states may have gone on."""
+        try:
+            yield
+        except BaseException:
+            if self._states:
+                for request, _ in reversed(chosen):
+                    self._scheduler.restart(request)
+            raise
 
     def _guesses(self, request: Request) -> int:
         """Return how many tokens to guess for a request that runs."""
@@ -536,6 +564,9 @@ class Engine:
         options: dict[str, Any] = {"states": True} if states else {}
         if self._scheduler.switch is not None:
             options["length"] = max(len(request.tokens) for request, _ in chosen)
+        if self._states:
+            rows = [request.row for request in batch.requests]
+            options["state_rows"] = torch.tensor(rows, dtype=torch.int32)
         numbers = [self._loras.number(request.adapter) for request in batch.requests]
         adapters = adapters_of_rows(numbers, batch.starts)
         if adapters is not None:

@@ -27,6 +27,7 @@ def cache_blocks(
     cache_bytes: int | None,
     most: int,
     share: float = DEFAULT_MEMORY_SHARE,
+    states: int = 0,
 ) -> int:
     """Return the number of blocks of the cache, after a look at the memory that there is.
 
@@ -36,6 +37,7 @@ def cache_blocks(
         cache_bytes: A budget, or None.
         most: Blocks that could ever be used.
         share: Part of the free memory, where nothing was asked for.
+        states: Bytes of the states of recurrent layers, which come besides.
 
     Raises:
         CacheMemoryError: They do not fit the free memory, or the budget holds none.
@@ -44,20 +46,23 @@ def cache_blocks(
     if num_blocks is None:
         budget = cache_bytes
         if budget is None:
-            budget = int(share * free) if free is not None else most * one
+            budget = int(share * free) - states if free is not None else most * one
+        else:
+            budget -= states
         num_blocks = budget // one if one else most
         if cache_bytes is None:
             num_blocks = min(num_blocks, most)
-        if num_blocks == 0:
+        if num_blocks <= 0:
             source = "from the free memory" if cache_bytes is None else "as cache_bytes"
             raise CacheMemoryError(
                 f"Engine: the cache must have at least one block of {format_bytes(one)}, got"
                 f" {format_bytes(budget)} {source}"
             )
-    if free is not None and num_blocks * one > free:
+    if free is not None and num_blocks * one + states > free:
+        more = f" and states of {format_bytes(states)}" if states else ""
         raise CacheMemoryError(
             f"Engine: the cache must fit the free memory of {format_bytes(free)}, got {num_blocks} blocks of"
-            f" {format_bytes(one)}, {format_bytes(num_blocks * one)}"
+            f" {format_bytes(one)}{more}, {format_bytes(num_blocks * one + states)}"
         )
     return num_blocks
 

@@ -121,6 +121,11 @@ class Scheduler:
         request.blocks += [self.pool.take() for _ in range(needed)]
         return True
 
+    def restart(self, request: Request) -> None:
+        """Let a running request begin again with its first token."""
+        if request.row >= 0:
+            self._preempt(request)
+
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._give_back(request)

@@ -359,6 +359,11 @@ def draft_runner(config: SpeculativeConfig, vocab_size: int) -> Any:
             f"SpeculativeConfig: model must have the vocabulary of the large one, {vocab_size} tokens, got"
             f" {runner.vocab_size}"
         )
+    if getattr(runner.plan, "has_states", False):
+        raise ValueError(
+            "SpeculativeConfig: model must have no recurrent layers, whose state cannot go back behind a wrong guess,"
+            " got one that has"
+        )
     return runner
 
 

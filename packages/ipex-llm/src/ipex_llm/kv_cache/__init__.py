@@ -9,6 +9,7 @@ write to it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "LayerShape",
     "PagedCache",
     "Sequences",
+    "StateShape",
     "Step",
     "available_memory",
     "cache_dtype",
@@ -152,8 +154,31 @@ class LayerShape:
         return 1 if self.latent else 2
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateShape:
+    """What one layer stores for a whole sequence: the last steps of a short convolution, and the state of a recurrence.
+
+    Attributes:
+        history: Steps and channels.
+        state: Heads, keys and values, float32; None: there is no recurrence.
+        dtype: dtype of the steps.
+        values_first: Whether caches of transformers store the state as heads, values and keys.
+    """
+
+    history: tuple[int, int]
+    state: tuple[int, int, int] | None
+    dtype: torch.dtype
+    values_first: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Memory of one sequence."""
+        size = math.prod(self.history) * self.dtype.itemsize
+        return size + (0 if self.state is None else 4 * math.prod(self.state))
+
+
 class PagedCache:
-    """Keys and values of all layers in blocks of rows.
+    """Keys and values of all layers in blocks of rows; of layers with a state, a row for each sequence.
 
     Args:
         layers: Shape of each layer.
@@ -162,20 +187,21 @@ class PagedCache:
         dtype: dtype of the elements.
         scales: Of each layer what a 1 of its keys and of its values stands for, if they are 8-bit numbers. Without
             them an int8 cache has a scale for each row.
+        num_states: Sequences that layers with a state have room for.
 
     Attributes:
-        keys: Per layer ``[num_blocks, kv_heads, block_size, head_dim]``.
-        values: Likewise.
-        tensors: Keys, values and scales, layer by layer.
+        tensors: Keys ``[num_blocks, kv_heads, block_size, head_dim]``, values and scales of each layer, or
+            histories ``[num_states, steps, channels]`` and states ``[num_states, heads, keys, values]``.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerShape],
+        layers: Sequence[LayerShape | StateShape],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         scales: Sequence[tuple[float, float]] | None = None,
+        num_states: int = 0,
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
@@ -186,19 +212,70 @@ class PagedCache:
         self.dtype = dtype
         self.scales = scales
         self.row_scales = dtype == torch.int8 and scales is None
+        self.num_states = num_states
+        self._states: dict[int, list[Tensor]] = self._new_states(num_states)
         self._allocate(num_blocks)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state instead of keys and values."""
+        return any(isinstance(shape, StateShape) for shape in self.layers)
+
+    def _new_states(self, count: int) -> dict[int, list[Tensor]]:
+        found = {}
+        for index, shape in enumerate(self.layers):
+            if isinstance(shape, StateShape):
+                found[index] = [torch.zeros(count, *shape.history, dtype=shape.dtype)]
+                if shape.state is not None:
+                    found[index].append(torch.zeros(count, *shape.state))
+        return found
+
+    def grow_states(self, count: int) -> None:
+        """Make room for the states of more sequences; the former ones keep their rows."""
+        if count <= self.num_states or not self.has_states:
+            return
+        needed = sum(s.bytes for s in self.layers if isinstance(s, StateShape)) * count
+        free = available_memory()
+        if free is not None and needed > free:
+            raise CacheMemoryError(
+                f"PagedCache: the states must fit the free memory of {format_bytes(free)}, got"
+                f" {count} sequences, {format_bytes(needed)}"
+            )
+        former, self._states = self._states, self._new_states(count)
+        for index, tensors in former.items():
+            for new, old in zip(self._states[index], tensors, strict=True):
+                new[: self.num_states] = old
+        self.num_states = count
+        self._list_tensors()
+
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the states of sequences from rows to others."""
+        if not sources:
+            return
+        at, to = torch.tensor(sources), torch.tensor(targets)
+        for tensors in self._states.values():
+            for one in tensors:
+                one[to] = one[at]
+
+    def _list_tensors(self) -> None:
+        self._of = [
+            self._states[index] if index in self._states else self._rows[index]
+            for index in range(len(self.layers))
+        ]
+        self.tensors = [one for tensors in self._of for one in tensors]
 
     def _allocate(self, num_blocks: int) -> None:
         self._stores: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.tensors: list[Tensor] = []
+        self._rows: dict[int, list[Tensor]] = {}
         start = 0
         while start < len(
             self.layers
         ):  # neighbors of one shape share an allocation: one copy moves a block
             shape = self.layers[start]
             end = start
+            if isinstance(shape, StateShape):
+                start += 1
+                continue
             while end < len(self.layers) and self.layers[end] == shape:
                 end += 1
             parts = shape.parts
@@ -211,24 +288,27 @@ class PagedCache:
                 self._stores.append(scales)
             for i in range(end - start):
                 first, last = parts * i, parts * (i + 1) - 1
-                self.keys.append(store[first])
-                self.values.append(store[last])
-                self.tensors += [store[first], store[last]]
+                self._rows[start + i] = [store[first], store[last]]
                 if scales is not None:
-                    self.tensors += [scales[first], scales[last]]
+                    self._rows[start + i] += [scales[first], scales[last]]
             start = end
+        self._list_tensors()
 
     @staticmethod
     def bytes(
-        layers: Sequence[LayerShape],
+        layers: Sequence[LayerShape | StateShape],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         scaled: bool = False,
     ) -> int:
-        """Return the memory of a cache, with scales of layers if it is ``scaled``."""
+        """Return the memory of the blocks of a cache, with scales of layers if it is ``scaled``."""
         more = 4 if dtype == torch.int8 and not scaled else 0
-        row = sum(s.parts * s.kv_heads * (s.head_dim * dtype.itemsize + more) for s in layers)
+        row = sum(
+            s.parts * s.kv_heads * (s.head_dim * dtype.itemsize + more)
+            for s in layers
+            if isinstance(s, LayerShape)
+        )
         return row * num_blocks * block_size
 
     def grow(self, num_blocks: int) -> None:
@@ -261,8 +341,7 @@ class PagedCache:
 
     def tensors_of(self, layer: int) -> list[Tensor]:
         """Return the entries of `tensors` that belong to a layer."""
-        per = 4 if self.row_scales else 2
-        return self.tensors[per * layer : per * layer + per]
+        return self._of[layer]
 
     def rows(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Return the first ``length`` keys and values of some blocks as float rows ``[kv_heads, length, head_dim]``.
@@ -282,7 +361,8 @@ class PagedCache:
             elif self.dtype in QUANTIZED:
                 picked = picked.float()
             found.append(picked.transpose(0, 1).flatten(1, 2)[:, :length])
-        latent = self.layers[layer].latent
+        shape = self.layers[layer]
+        latent = shape.latent if isinstance(shape, LayerShape) else 0
         if latent:
             return found[0][..., :latent], found[0][..., latent:]
         return found[0], found[1]
@@ -304,6 +384,7 @@ class Step:
     longest: int
     most: int  # tokens of the sequence that has most new ones
     singles: bool  # one token each
+    states: Tensor | None = None  # int32 [B], the rows of layers with a state
 
 
 class Sequences:
@@ -321,6 +402,9 @@ class Sequences:
         self._owners: dict[int, int] = {}
         self._free: list[int] = list(range(cache.num_blocks - 1, -1, -1))
         self._tables: Tensor | None = None
+        #: Rows of the layers with a state.
+        self.states = list(range(count)) if cache.has_states else []
+        cache.grow_states(len(self.states))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -369,6 +453,7 @@ class Sequences:
             max(self.lengths, default=0),
             max(counts, default=0),
             starts[-1] == number and all(count == 1 for count in counts),
+            torch.tensor(self.states, dtype=torch.int32) if self.states else None,
         )
 
     def _own_last(self, i: int, copies: tuple[list[int], list[int]]) -> None:
@@ -420,10 +505,34 @@ class Sequences:
         for blocks in former:
             self._drop(blocks)
         self._tables = None
+        if self.states:
+            self._select_states(indices)
+
+    def _select_states(self, indices: Sequence[int]) -> None:
+        """Give each sequence the row of its source; those that share one get copies."""
+        rows = [self.states[i] for i in indices]
+        copies: tuple[list[int], list[int]] = ([], [])
+        self.cache.grow_states(len(rows))
+        free = sorted(set(range(self.cache.num_states)) - set(rows))
+        taken: set[int] = set()
+        for at, row in enumerate(rows):
+            if row in taken:
+                rows[at] = free.pop(0)
+                copies[0].append(row)
+                copies[1].append(rows[at])
+            taken.add(row)
+        self.cache.copy_states(*copies)
+        self.states = rows
 
     def cut(self, counts: Sequence[int]) -> None:
         """Remove so many tokens from the end of each sequence."""
         size = self.cache.block_size
+        partly = any(0 < n < old for n, old in zip(counts, self.lengths, strict=True))
+        if self.states and partly:
+            raise NotImplementedError(
+                "IpexCache: tokens must not be removed from the end of a cache with states of recurrent layers, got"
+                f" {max(counts)}: begin again with a new cache"
+            )
         for i, count in enumerate(counts):
             length = max(self.lengths[i] - count, 0)
             kept = -(-length // size)

@@ -19,6 +19,7 @@ from ipex_llm.kv_cache import (
     CacheMemoryError,
     PagedCache,
     Sequences,
+    StateShape,
     Step,
     available_memory,
     format_bytes,
@@ -48,7 +49,7 @@ class CacheState:
         self, runner: Runner, batch: int, tokens: int, dtype: torch.dtype | None = None
     ) -> None:
         per = -(-max(tokens, 1) // BLOCK) + 1
-        needed = runner.cache_bytes(max(batch, 1) * per, BLOCK, dtype)
+        needed = runner.cache_bytes(max(batch, 1) * per, BLOCK, dtype) + runner.state_bytes(batch)
         free = available_memory()
         if free is not None and needed > free:
             raise CacheMemoryError(
@@ -120,7 +121,8 @@ class CacheState:
             self._fallback = self.append(batch, count, new), new
         assert self._fallback is not None
         step, new = self._fallback
-        shape, parts = self.cache.layers[layer], (key, value)
+        shape: Any = self.cache.layers[layer]
+        parts: tuple[Tensor, Tensor] = (key, value)
         if shape.latent:
             if key.shape[1] != 1 or key.shape[-1] != shape.latent:
                 raise NotImplementedError(
@@ -153,6 +155,10 @@ class CacheState:
         """Return keys and values ``[B, kv_heads, length, head_dim]``, zeros at padding."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         shape = self.cache.layers[layer]
+        if isinstance(shape, StateShape):
+            raise NotImplementedError(
+                f"IpexCache: layer must have keys and values, got layer {layer}, which keeps a state"
+            )
         for i, (blocks, length) in enumerate(
             zip(self.sequences.blocks, self.sequences.lengths, strict=True)
         ):
@@ -267,7 +273,7 @@ def cache_class() -> Any:
 
         @property
         def is_croppable(self) -> bool:
-            return True
+            return not self._state.cache.has_states
 
         @property
         def is_sliding(self) -> list[bool]:
@@ -287,6 +293,41 @@ def cache_class() -> Any:
 
     IpexCache.__qualname__ = "IpexCache"
     return IpexCache
+
+
+def give_up(cache: Any, config: Any) -> bool:
+    """Turn an `IpexCache` into the cache that transformers makes for a configuration, with the same contents.
+
+    Returns:
+        False if this transformers keeps states in caches of another form, and there are some.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    state = state_of_cache(cache)
+    assert state is not None
+    if state.length and not hasattr(DynamicCache, "update_recurrent_state"):
+        return False
+    set_class(cache, DynamicCache)
+    cache.__dict__.clear()
+    DynamicCache.__init__(cache, config=config)
+    if not state.length:
+        return True
+    rows = torch.tensor(state.sequences.states)
+    begun = torch.tensor([length > 0 for length in state.sequences.lengths])
+    for index, shape in enumerate(state.cache.layers):
+        if not isinstance(shape, StateShape):
+            keys, values = state.padded(index)
+            cache.update(keys.to(state.dtype), values.to(state.dtype), index)
+            continue
+        found = [part[rows] for part in state.cache.tensors_of(index)]
+        for part in found:
+            part[~begun] = 0
+        steps = found[0].transpose(1, 2)
+        cache.update_conv_state(steps, index, conv_kernel_size=shape.history[0] + 1)
+        if shape.state is not None:
+            swapped = found[1].transpose(2, 3) if shape.values_first else found[1]
+            cache.update_recurrent_state(swapped.contiguous(), index)
+    return True
 
 
 def adopt(

@@ -13,9 +13,9 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
-from ipex_llm.arch import AttentionPlan, DecoderPlan, RopePlan
+from ipex_llm.arch import AttentionPlan, DecoderPlan, MixerPlan, RopePlan
 from ipex_llm.arch.reference import query_factors
-from ipex_llm.kv_cache import LayerShape, PagedCache, Step, cache_dtype
+from ipex_llm.kv_cache import LayerShape, PagedCache, StateShape, Step, cache_dtype
 from ipex_llm.model_runner.dense import (
     Owners,
     PlannedWeight,
@@ -24,6 +24,7 @@ from ipex_llm.model_runner.dense import (
     call_linear,
 )
 from ipex_llm.model_runner.lora import Adapter, LoraSites, PackedLinear
+from ipex_llm.model_runner.mixer import state_shape
 from ipex_llm.model_runner.program import Emitter, Mode
 from ipex_quant.kv_cache import KVCacheScales
 
@@ -94,9 +95,8 @@ class Runner:
         except BaseException:
             self.store.undo()
             raise
-        attentions = [layer.attention for layer in plan.layers]
-        self.shapes = tuple(map(_shape, attentions))
-        plans = {repr(a.rope): a.rope for a in attentions if a.rope is not None}
+        self.shapes = tuple(_shape(layer.attention, dtype) for layer in plan.layers)
+        plans = {repr(a.rope): a.rope for a in plan.attentions if a.rope is not None}
         ropes = {} if ropes is None else ropes
         for key in self.emitter.ropes:
             if key not in ropes:
@@ -149,7 +149,11 @@ class Runner:
     # ---------------------------------------------------------------------------------------------------------- caches
 
     def new_cache(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+        num_states: int = 0,
     ) -> PagedCache:
         """Return a cache; per layer keys and values ``[num_blocks, kv_heads, block_size, head_dim]``.
 
@@ -157,20 +161,25 @@ class Runner:
             num_blocks: Number of blocks.
             block_size: Rows of a block.
             dtype: The model's own (None), ``torch.int8``, ``torch.float8_e5m2`` or ``torch.float8_e4m3fn``.
+            num_states: Sequences that layers with a state have room for.
 
         Raises:
             ValueError: An argument is out of range.
         """
         own = cache_dtype(dtype, self.dtype)
-        return PagedCache(self.shapes, num_blocks, block_size, own, self._scales(own))
+        return PagedCache(self.shapes, num_blocks, block_size, own, self._scales(own), num_states)
 
     def cache_bytes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> int:
-        """Return the memory that such a cache takes."""
+        """Return the memory that the blocks of such a cache take."""
         own = cache_dtype(dtype, self.dtype)
         scaled = self.kv_scales is not None
         return PagedCache.bytes(self.shapes, num_blocks, block_size, own, scaled)
+
+    def state_bytes(self, num_states: int) -> int:
+        """Return the memory that the states of so many sequences take."""
+        return num_states * sum(s.bytes for s in self.shapes if isinstance(s, StateShape))
 
     # --------------------------------------------------------------------------------------------------------- running
 
@@ -187,6 +196,7 @@ class Runner:
         length: int | None = None,
         states: bool = False,
         adapters: Tensor | None = None,
+        state_rows: Tensor | None = None,
     ) -> Tensor:
         """Run new tokens of some sequences and return logits.
 
@@ -202,6 +212,8 @@ class Runner:
             length: Length of the sequences that angles of rotation may depend on; None: of the longest one.
             states: Return what the head reads instead, for all tokens.
             adapters: int64 ``[T]``, numbers of `set_adapters`, -1 for rows without; None: no row has one.
+            state_rows: int32 ``[B]``, the rows of layers with a state; None for a model that has none. A sequence
+                whose tokens are all new begins with an empty state.
 
         Returns:
             Logits ``[R, vocab_size]``, or states ``[T, H]``, in the dtype of the model.
@@ -213,7 +225,10 @@ class Runner:
         singles = count == batch
         longest = int(context_lens.max()) if batch else 0
         most = 1 if singles else int((query_starts[1:] - query_starts[:-1]).max())
-        step = Step(slot_mapping, block_tables, query_starts, context_lens, longest, most, singles)
+        step = Step(
+            *(slot_mapping, block_tables, query_starts, context_lens, longest, most, singles),
+            state_rows,
+        )
         hidden = self.embed(tokens, positions)
         return self.run(
             *(cache, hidden, positions, step, rows),
@@ -291,6 +306,8 @@ class Runner:
         for temperature in self.emitter.temperatures:
             inputs.append(query_factors(positions, temperature).view(-1, 1, 1))
         inputs += cache.tensors
+        if self.plan.has_states:
+            inputs += [step.starts, step.lengths, step.states]
         inputs += [cache.block_size, step.longest]
         if not step.singles:
             inputs.append(step.most)
@@ -302,7 +319,9 @@ class Runner:
         return result
 
 
-def _shape(plan: AttentionPlan) -> LayerShape:
+def _shape(plan: AttentionPlan | MixerPlan, dtype: torch.dtype) -> LayerShape | StateShape:
+    if not isinstance(plan, AttentionPlan):
+        return state_shape(plan, dtype)
     latent = plan.latent
     if latent is None:
         return LayerShape(plan.kv_heads, plan.head_dim)

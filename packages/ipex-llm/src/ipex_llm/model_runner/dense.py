@@ -161,7 +161,7 @@ class WeightStore:
             and kept is weight.packed
             and weight.dtype == self.dtype
         ):  # packed by ipex_core.optimize already
-            self._plain.append((only, "weight", weight, 0))
+            self._plain.append((only, "weight", weight, -1))
             bias = self._bias(plans, fused)
             return Linear("linear", weight.packed, weight.shape[0], bias)
         for module in modules:
@@ -262,6 +262,12 @@ class WeightStore:
         value = value.detach()
         return value if value.dtype in (torch.float32, self.dtype) else value.to(self.dtype)
 
+    def watch(self, module: nn.Module, name: str) -> None:
+        """Let `fresh` notice changes of a parameter that a program's constants were computed from; it may be None."""
+        parameter = module._parameters.get(name)
+        version = -1 if parameter is None else version_of(parameter)
+        self._plain.append((module, name, parameter, version))
+
     def fresh(self) -> bool:
         """Return whether all parameters are still those that the programs were made from."""
         for module, name, wrapper in self._entries:
@@ -269,7 +275,7 @@ class WeightStore:
                 return False
         for module, name, parameter, version in self._plain:
             found = module._parameters.get(name)
-            if found is not parameter or (version > 0 and found._version != version):
+            if found is not parameter or (version >= 0 and found._version != version):
                 return False
         if not all(_woq.taken(module, packed) for module, packed in self._lent):
             return False

@@ -28,15 +28,19 @@ from torch import nn
 from ipex_core.library.spec import FLOATS
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
+from ipex_core.program.pointwise import POINTWISE
 from ipex_core.util import return_free_memory
 from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,
+    LatentPlan,
     LayerPlan,
     LinearPlan,
+    MixerPlan,
     MlpPlan,
     NormPlan,
+    projections,
 )
 from ipex_llm.model_runner.dense import (
     DIFFERENT,
@@ -49,6 +53,7 @@ from ipex_llm.model_runner.dense import (
 )
 from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
 from ipex_llm.model_runner.lora import LoraSites, PackedLinear, write_linear
+from ipex_llm.model_runner.mixer import Mixer, pack_mixer, state_parts, write_mixer
 from ipex_quant.weight_only.linear import WoqLinearModule
 
 Tensor = torch.Tensor
@@ -62,6 +67,10 @@ def rope_key(attention: AttentionPlan) -> str | None:
     return None if attention.rope is None else repr(attention.rope)
 
 
+def _latent(attention: AttentionPlan | MixerPlan) -> LatentPlan | None:
+    return attention.latent if isinstance(attention, AttentionPlan) else None
+
+
 @dataclasses.dataclass
 class LayerWeights:
     """Packed weights of one layer."""
@@ -73,6 +82,7 @@ class LayerWeights:
     router: Linear | None = None
     shared_gate: Linear | None = None
     latent: Latent | None = None
+    mixer: Mixer | None = None
 
 
 class Emitter:
@@ -89,8 +99,8 @@ class Emitter:
     def __init__(self, plan: DecoderPlan, store: WeightStore) -> None:
         self.plan = plan
         self.store = store
-        self.ropes = list(dict.fromkeys(k for p in plan.layers if (k := rope_key(p.attention))))
-        temperatures = (p.attention.temperature for p in plan.layers)
+        self.ropes = list(dict.fromkeys(k for a in plan.attentions if (k := rope_key(a))))
+        temperatures = (a.temperature for a in plan.attentions)
         self.temperatures = list(dict.fromkeys(t for t in temperatures if t is not None))
         for layer in plan.layers:  # before anything is packed
             _check(layer)
@@ -105,11 +115,12 @@ class Emitter:
 
     def _pack(self, layer: LayerPlan) -> LayerWeights:
         store, mlp = self.store, layer.mlp
-        packed = LayerWeights(
-            store.linear(layer.attention.qkv), store.linear(layer.attention.output)
-        )
-        if layer.attention.latent is not None:
-            packed.latent = pack_latent(store, layer.attention)
+        attention = layer.attention
+        packed = LayerWeights(*map(store.linear, projections(attention)))
+        if not isinstance(attention, AttentionPlan):
+            packed.mixer = pack_mixer(store, attention)
+        elif attention.latent is not None:
+            packed.latent = pack_latent(store, attention)
         if isinstance(mlp, ExpertsPlan):
             packed.router = _router(mlp, store.dtype)
             packed.experts = pack_experts(store, mlp)
@@ -169,12 +180,13 @@ class Emitter:
     def linears(self) -> Iterator[PackedLinear]:
         """Yield the packed weights of the layers, but for routers and experts."""
         for layer, packed in zip(self.plan.layers, self.layers, strict=True):
-            attention = layer.attention
-            yield PackedLinear(packed.qkv, (attention.qkv,), False)
-            yield PackedLinear(packed.output, (attention.output,), False)
+            first, last = projections(layer.attention)
+            yield PackedLinear(packed.qkv, (first,), False)
+            yield PackedLinear(packed.output, (last,), False)
+            latent = _latent(layer.attention)
             if packed.latent is not None and packed.latent.query is not None:
-                assert attention.latent is not None and attention.latent.query is not None
-                yield PackedLinear(packed.latent.query, (attention.latent.query,), False)
+                assert latent is not None and latent.query is not None
+                yield PackedLinear(packed.latent.query, (latent.query,), False)
             mlp = layer.mlp.shared if isinstance(layer.mlp, ExpertsPlan) else layer.mlp
             if mlp is None:
                 continue
@@ -240,8 +252,7 @@ def unsupported_reason(
     try:
         for layer in plan.layers:
             _check(layer)
-            if layer.attention.latent is not None:
-                check_latent(layer.attention)
+            check_latent(layer.attention)
         for modules, gated in _groups(plan):
             check_forms(modules, gated, form)
         for layer in plan.layers:
@@ -258,13 +269,13 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         if linear is not None:
             yield (linear,), False
     for layer in plan.layers:
-        attention, mlp = layer.attention, layer.mlp
-        yield (attention.qkv,), False
-        yield (attention.output,), False
-        if attention.latent is not None:
-            yield (LinearPlan((attention.latent.up,)),), False
-            if attention.latent.query is not None:
-                yield (attention.latent.query,), False
+        latent, mlp = _latent(layer.attention), layer.mlp
+        for linear in projections(layer.attention):
+            yield (linear,), False
+        if latent is not None:
+            yield (LinearPlan((latent.up,)),), False
+            if latent.query is not None:
+                yield (latent.query,), False
         block = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
         if isinstance(mlp, ExpertsPlan) and mlp.shared_gate is not None:
             yield (LinearPlan((mlp.shared_gate,)),), False
@@ -337,8 +348,17 @@ class Writer:
         self.factors = {t: b.input(f"query factors {t}") for t in emitter.temperatures}
         parts = ("key", "value", "key_scales", "value_scales")[: 4 if self.scaled else 2]
         self.caches = [
-            tuple(b.input(f"{part} {i}") for part in parts) for i in range(len(self.plan.layers))
+            tuple(b.input(f"{part} {i}") for part in parts)
+            if isinstance(layer.attention, AttentionPlan)
+            else tuple(b.input(f"{part} {i}") for part in state_parts(layer.attention))
+            for i, layer in enumerate(self.plan.layers)
         ]
+        #: Where texts begin in the rows, how long they are, and their rows in layers with a state.
+        self.texts: tuple[Register, ...] = ()
+        if self.plan.has_states:
+            self.texts = tuple(
+                b.input(f"{part} of texts") for part in ("starts", "lengths", "rows")
+            )
         self.block_size = b.input_int("block_size")
         self.max_context = b.input_int("max_context")
         if mode == "prefill":
@@ -494,9 +514,14 @@ class Writer:
             y = self.b.call("mul", y, layer.residual_scale)
         return y
 
-    def attention(self, index: int, a: AttentionPlan, w: LayerWeights, x: Register) -> Register:
-        """Write an attention but for its output projection."""
+    def attention(
+        self, index: int, a: AttentionPlan | MixerPlan, w: LayerWeights, x: Register
+    ) -> Register:
+        """Write an attention, or a block with a state, but for its output projection."""
         qkv = self.linear(w.qkv, x)
+        if not isinstance(a, AttentionPlan):
+            assert w.mixer is not None
+            return write_mixer(self, index, a, w.mixer, qkv)
         if a.clip_qkv is not None:
             qkv = self.b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
         if w.latent is not None:
@@ -527,13 +552,18 @@ def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register)
         writer: Writes the program.
         index: Of the layer.
         a: Its plan.
-        qkv: Queries, keys and values side by side.
+        qkv: Queries, keys and values side by side, and the gates of a gated attention.
 
     Returns:
         What the output projection reads.
     """
     b = writer.b
     heads, kv, d = a.heads, a.kv_heads, a.head_dim
+    gates: Register | None = None
+    if a.gated:
+        width = (heads + 2 * kv) * d
+        gates = b.call("narrow", qkv, 1, width, heads * d)
+        qkv = b.call("narrow", qkv, 1, 0, width)
     rows = b.call("reshape", qkv, [0, heads + 2 * kv, d])
     q = b.call("narrow", rows, 1, 0, heads)
     k = b.call("narrow", rows, 1, heads, kv)
@@ -567,6 +597,9 @@ def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register)
     out = b.call("empty_like", q)
     attend(writer, index, a, out, q)
     result: Register = b.call("reshape", out, [0, heads * d])
+    if gates is not None:
+        opened = [POINTWISE.index("sigmoid"), 1, -1, -1, POINTWISE.index("mul"), 0, 2, -1]
+        result = b.call("pointwise", [result, gates], opened, [], writer.e.store.dtype)
     return result
 
 
@@ -619,9 +652,10 @@ class Latent:
     query: Linear | None
 
 
-def check_latent(plan: AttentionPlan) -> None:
+def check_latent(plan: AttentionPlan | MixerPlan) -> None:
     """Raise UnsupportedPlan if the projection from the latent has a bias."""
-    if plan.latent is not None and getattr(plan.latent.up, "bias", None) is not None:
+    latent = _latent(plan)
+    if latent is not None and getattr(latent.up, "bias", None) is not None:
         raise UnsupportedPlan("the projection from the latent has a bias")
 
 

@@ -16,7 +16,7 @@ from torch.ao.quantization import QConfigMapping
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import FLOATS, dtype_name
 from ipex_core.optimization.records import Record, class_name
-from ipex_llm.arch import DecoderPlan, ExpertsPlan
+from ipex_llm.arch import AttentionPlan, DecoderPlan, ExpertsPlan
 from ipex_llm.arch.detect import Found, layer_plans
 from ipex_llm.arch.detect.encoder_decoder import is_pair
 from ipex_llm.arch.encoder_decoder import PairPlan
@@ -331,8 +331,10 @@ def _fitting(plan: DecoderPlan, request: Request) -> KVCacheScales | None:
     if scales is None:
         return None
     reason = None
-    if any(layer.attention.latent is not None for layer in plan.layers):
+    if any(attention.latent is not None for attention in plan.attentions):
         reason = "be None for a model that caches latents"
+    elif plan.has_states:
+        reason = "be None for a model with layers that keep a state"
     elif len(scales.keys) != len(plan.layers):
         reason = f"have scales of {len(plan.layers)} layers"
     if reason is not None and request.kv_scales_given:
@@ -547,6 +549,7 @@ def _shards(
     """Yield what this rank has of each layer and of the head."""
     for layer in () if found is None else found.layers:
         a, size = layer.attention, inner_size(layer)
+        assert isinstance(a, AttentionPlan)  # others are not divided
         name = names.get(id(layer.module), "")
         if whole:
             numbers = shard_numbers(layer, parallel, grains)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch import MlpPlan, NormPlan
+from ipex_llm.arch import AttentionPlan, MlpPlan, NormPlan
 from ipex_llm.model_runner.woq_model import choose, quantize
 from ipex_llm.optimization.request import Request
 from ipex_llm.patch import find_plan
@@ -50,9 +50,9 @@ def optimize_on_xpu(
             layer.mlp_norm,
             layer.post_attention_norm,
             layer.post_mlp_norm,
-            layer.attention.query_norm,
-            layer.attention.key_norm,
         ]
+        if isinstance(layer.attention, AttentionPlan):
+            norms += [layer.attention.query_norm, layer.attention.key_norm]
         if isinstance(layer.mlp, MlpPlan):
             _fuse_mlp(layer.mlp, parents)
     for norm in norms:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ipex_llm.arch.detect import Facts
-from ipex_llm.kv_cache.transformers import CacheState, adopt, state_of_cache
+from ipex_llm.kv_cache.transformers import CacheState, adopt, give_up, state_of_cache
 from ipex_llm.model_runner import Runner
 from ipex_llm.records import KEY, without
 from ipex_quant.kv_cache import KVCacheScales
@@ -67,6 +67,10 @@ Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
 _told: set[str] = set()
 _silent: contextvars.ContextVar[bool] = contextvars.ContextVar("_silent", default=False)
+
+#: Of `DecoderPlan.stock_calls`: without ``position_ids`` the model begins at position 0 in each call, with a cache too
+#: (Bamba). Programs do so as well.
+RESTARTS = "positions restart"
 
 #: Arguments that say nothing about what is computed here.
 _IGNORED = frozenset(
@@ -177,8 +181,18 @@ class DecoderMixin(nn.Module):
             runner = usable_runner(self)
             return self._run(runner, kwargs)
         except Reason as reason:
-            tell(f"{type(self).__name__}: runs its own forward: {reason}")
-        state = state_of_cache(given_cache(kwargs))
+            why = str(reason)
+            tell(f"{type(self).__name__}: runs its own forward: {why}")
+        cache = given_cache(kwargs)
+        state = state_of_cache(cache)
+        if state is not None and state.cache.has_states:
+            # The states of recurrent layers are in a form of their own, which the stock forward does not know.
+            if not give_up(cache, getattr(self, "config", None)):
+                raise NotImplementedError(
+                    f"{type(self).__name__}: a call with a cache must go on as it began, got {why}: pass"
+                    " use_cache=False, or begin again without a cache"
+                )
+            state = None
         mask = kwargs.get("attention_mask")
         if state is not None and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             first = kwargs.get("input_ids")
@@ -309,6 +323,8 @@ class DecoderMixin(nn.Module):
                 raise Reason("position_ids start again within a row, as in packed texts")
             return given.to(torch.int64)
         past = state.length
+        if RESTARTS in self.__dict__[KEY].runner.plan.stock_calls:
+            past = 0
         if (
             mask is not None
             and self.__dict__[KEY].runner.plan.position_offset
@@ -346,7 +362,7 @@ def check_call(
 
 
 def check_gaps(runner: Runner, valid: Tensor) -> None:
-    """Raise if hidden places between tokens count: programs leave them out, windows and ALiBi count them.
+    """Raise if hidden places between tokens count: programs leave them out; windows, ALiBi and states count them.
 
     Args:
         runner: Runs the decoder.
@@ -355,13 +371,17 @@ def check_gaps(runner: Runner, valid: Tensor) -> None:
     Raises:
         Reason: Why the programs would compute something else.
     """
-    every = [layer.attention for layer in runner.plan.layers]
-    if all(one.window < 0 and one.alibi_slopes is None for one in every):
+    every = runner.plan.attentions
+    states = runner.plan.has_states
+    if not states and all(one.window < 0 and one.alibi_slopes is None for one in every):
         return
     valid = valid.bool()
-    after = valid.flip(1).cummax(1).values.flip(1)
-    if bool((~valid & valid.cummax(1).values & after).any()):
-        raise Reason("the attention mask has gaps, which windows and ALiBi count")
+    gaps = ~valid & valid.cummax(1).values
+    if not states:  # which also go on through padding at the end
+        gaps &= valid.flip(1).cummax(1).values.flip(1)
+    if bool(gaps.any()):
+        counts = "recurrent layers" if states else "windows and ALiBi"
+        raise Reason(f"the attention mask has gaps, which {counts} count")
 
 
 def check_inference(module: nn.Module) -> None:

@@ -257,8 +257,8 @@ def _check_length(runner: Runner, config: Any) -> None:
         raise Reason(f"max_length is beyond the {plan.max_positions} positions of the model")
     if plan.attention_chunk and not 0 < longest <= plan.attention_chunk:
         raise Reason(f"max_length is beyond a chunk of attention, {plan.attention_chunk} positions")
-    for layer in plan.layers:
-        rope = layer.attention.rope
+    for attention in plan.attentions:
+        rope = attention.rope
         if rope is not None and rope.kind in ("longrope", "dynamic"):
             scaling = rope.scaling or {}
             original: Any = (

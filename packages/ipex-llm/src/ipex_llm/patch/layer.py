@@ -445,7 +445,7 @@ class LayerMixin(nn.Module):
         part = None if slot is None else slot.part()
         start, past = (0, 0) if part is None else (part.start, part.end)
         mask, spans = kwargs.get("attention_mask"), None
-        attention = runner.plan.layers[0].attention
+        attention = runner.plan.attentions[0]
         window = attention.window
         if mask is not None:
             hides = mask.dtype == torch.bool

@@ -18,7 +18,7 @@ from torch import nn
 
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.optimization.passes.cast import cast_input
-from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
+from ipex_llm.arch import AttentionPlan, DecoderPlan, ExpertsPlan, LayerPlan
 from ipex_llm.arch.detect.attention import find_attention
 from ipex_llm.arch.detect.decoder import MatchedLayer, match_decoder, match_layers
 from ipex_llm.arch.detect.decoder import match_each as _match_each
@@ -182,15 +182,20 @@ def _found(layer: MatchedLayer) -> Found:
         return Found(layer.name, module, None, None, plan.reason)
     names = parameter_names(type(module))
     index = getattr(find_attention(module), "layer_idx", None)
-    rope = plan.attention.rope
+    attention = plan.attention
+    if not isinstance(attention, AttentionPlan):
+        return Found(layer.name, module, None, None, "it keeps a state, not keys and values")
+    rope = attention.rope
     reason = ""
-    if not {"past_key_values", "past_key_value", "cache"}.intersection(names):
+    if attention.gated:
+        reason = "what it attends to is gated"
+    elif not {"past_key_values", "past_key_value", "cache"}.intersection(names):
         reason = "its forward takes no past_key_values"
     elif not isinstance(index, int):
         reason = "its attention has no layer_idx"
     elif layer.results > 1:
         reason = "it returns more than its rows"
-    elif plan.residual_after_norm or plan.attention.latent is not None:
+    elif plan.residual_after_norm or attention.latent is not None:
         reason = "it ends in a norm, or caches latents"
     elif rope is not None and rope.kind in ("dynamic", "longrope"):
         reason = "its rotation depends on the length"

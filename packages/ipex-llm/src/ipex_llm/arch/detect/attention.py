@@ -221,7 +221,9 @@ def match_attention(
     head_dim = _head_dim(config, attention, width)
     heads = width // head_dim
     qkv = torch.cat([trace.output(part) for part in parts], dim=-1)
-    rest, odd = divmod(qkv.shape[-1] - width, 2 * head_dim)
+    # The queries' projection may give a gate beside each head (Qwen3-Next).
+    gated = len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width
+    rest, odd = divmod(qkv.shape[-1] - width * (1 + gated), 2 * head_dim)
     if odd or rest < 1 or heads % rest:
         raise trace.error(
             attention, f"{qkv.shape[-1]} rows of q, k and v do not make {heads} heads"
@@ -244,6 +246,7 @@ def match_attention(
         softcap=_softcap(config, attention),
         sinks=sinks if isinstance(sinks, Tensor) else None,
         clip_qkv=_number(config, attention, "clip_qkv"),
+        gated=gated,
     )
     ropes: list[RopePlan | None] = [
         *match_ropes(trace, config, decoder, attention, kind, head_dim),
@@ -254,6 +257,14 @@ def match_attention(
     if scales and plan.temperature is None:
         raise trace.error(attention, "scales queries by position in an unknown way")
     return plan
+
+
+def _gates_last(plan: AttentionPlan) -> Tensor:
+    """Return the order of rows in which the gate of each head of queries is behind all values."""
+    width = plan.heads * plan.head_dim
+    heads = torch.arange(2 * width).view(plan.heads, 2, plan.head_dim)
+    rest = torch.arange(2 * width, 2 * width + 2 * plan.kv_heads * plan.head_dim)
+    return torch.cat([heads[:, 0].flatten(), rest, heads[:, 1].flatten()])
 
 
 def _temperature(config: Config, attention: nn.Module) -> tuple[float, float] | None:
@@ -277,7 +288,11 @@ def _settle(
 ) -> AttentionPlan:
     """Return the candidate that gives what the module gave."""
     fused = len(base.qkv.modules) == 1
-    layouts = list(_layouts(base.heads, base.kv_heads, base.head_dim)) if fused else [None]
+    layouts: list[Tensor | None] = [None]
+    if base.gated:
+        layouts = [_gates_last(base)]
+    elif fused:
+        layouts = list(_layouts(base.heads, base.kv_heads, base.head_dim))
     scales = scales_of(config, attention, base.head_dim, index)
     after = [False, True] if base.query_norm is not None else [False]
     most = getattr(config.get("attn_config"), "alibi_bias_max", None) or 8.0

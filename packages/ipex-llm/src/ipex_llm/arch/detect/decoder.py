@@ -17,6 +17,7 @@ from ipex_llm.arch import (
     ExpertsPlan,
     LayerPlan,
     LinearPlan,
+    MixerPlan,
     MlpPlan,
     NormPlan,
 )
@@ -26,6 +27,7 @@ from ipex_llm.arch.detect.attention import (
     match_attention,
     match_latent,
 )
+from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import is_mixture, linear_plan, match_experts, match_mlp, match_norm
 from ipex_llm.arch.detect.trace import (
     Config,
@@ -41,7 +43,10 @@ from ipex_llm.arch.detect.trace import (
 
 Tensor = torch.Tensor
 
-MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "feedforward")
+MLP_NAMES = (
+    *("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "feedforward"),
+    "shared_mlp",  # alone, or beside experts (Granite 4)
+)
 
 
 @dataclasses.dataclass
@@ -87,7 +92,7 @@ def _feed_forward(
         if not isinstance(block, nn.Module):
             continue
         if is_mixture(block):
-            return match_experts(trace, config, block), trace.input(block), trace.output(block)
+            return _with_shared(trace, layer, block, match_experts(trace, config, block))
         plan = match_mlp(trace, block)
         return plan, trace.input(plan.up.modules[0]), trace.output(plan.down.modules[0])
     parts = [(n, m) for n, m in layer.named_children() if is_linear(m) and trace.ran(m)]
@@ -96,6 +101,20 @@ def _feed_forward(
         raise trace.error(layer, f"has no mlp among its parts ({children})")
     plan = match_mlp(trace, layer, parts)
     return plan, trace.input(plan.up.modules[0]), trace.output(plan.down.modules[0])
+
+
+def _with_shared(
+    trace: Trace, layer: nn.Module, block: nn.Module, plan: ExpertsPlan
+) -> tuple[ExpertsPlan, Tensor, Tensor]:
+    """Return experts with the dense block beside them, what both read and the sum of what they gave."""
+    given, out = trace.input(block), trace.output(block)
+    beside = getattr(layer, "shared_mlp", None)
+    if plan.shared is not None or not isinstance(beside, nn.Module) or not trace.ran(beside):
+        return plan, given, out
+    if same(trace.input(beside), given):
+        plan = dataclasses.replace(plan, shared=match_mlp(trace, beside))
+        out = out.float() + trace.output(beside).float()
+    return plan, given, out
 
 
 def _factor(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
@@ -126,17 +145,24 @@ def match_layer(
     if not trace.ran(layer):
         children = ", ".join(name for name, _ in layer.named_children())
         raise trace.error(layer, f"does not run on text alone (its parts: {children})")
-    module = find_attention(layer)
-    if module is None:
-        children = ", ".join(name for name, _ in layer.named_children())
+    module, mixer = find_attention(layer), find_mixer(layer)
+    children = ", ".join(name for name, _ in layer.named_children())
+    if module is None and mixer is None:
         raise trace.error(layer, f"has no self attention among its parts ({children})")
-    if is_latent(module):
+    if module is not None and mixer is not None:
+        raise trace.error(layer, f"has attention and a block with a state ({children})")
+    attention: AttentionPlan | MixerPlan
+    if module is None:
+        assert mixer is not None
+        module, attention = mixer, match_mixer(trace, config, mixer)
+    elif is_latent(module):
         attention = match_latent(trace, config, decoder, module, index)
     else:
         attention = match_attention(trace, config, decoder, module, index, hint)
+    first = attention.qkv if isinstance(attention, AttentionPlan) else attention.input
     mlp, mlp_in, mlp_out = _feed_forward(trace, config, layer)
     norms = [m for m in layer.children() if is_norm(m) and trace.ran(m)]
-    attention_in = trace.input(attention.qkv.modules[0])
+    attention_in = trace.input(first.modules[0])
     attention_out = trace.output(attention.output.modules[0])
     flow = _Flow(
         trace, norms, trace.input(layer), trace.output(layer), attention_out, mlp_out, mlp_in
@@ -213,7 +239,8 @@ def _holders(trace: Trace) -> list[tuple[str, nn.Module, nn.ModuleList]]:
         for child, layers in owner.named_children():
             if not isinstance(layers, nn.ModuleList) or not len(layers):
                 continue
-            if any(find_attention(layer) and trace.ran(layer) for layer in layers):
+            blocks = (find_attention(layer) or find_mixer(layer) for layer in layers)
+            if any(b and trace.ran(m) for b, m in zip(blocks, layers, strict=True)):
                 found.append((f"{name}.{child}".lstrip("."), owner, layers))
     return found
 
@@ -275,7 +302,9 @@ def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]
             yield layer, error
             continue
         attention = found.plan.attention
-        if attention.latent is None and not any(_alike(attention, old) for old in hint):
+        if not isinstance(attention, AttentionPlan):
+            pass
+        elif attention.latent is None and not any(_alike(attention, old) for old in hint):
             hint.append(attention)
         yield layer, found
 

@@ -14,11 +14,12 @@ import torch
 from ipex_core.module_swap.base import original_class
 from ipex_llm.arch.detect import parameter_names
 from ipex_llm.arch.detect.trace import special_tokens
+from ipex_llm.patch.decoder import RESTARTS
 
 Tensor = torch.Tensor
 
 #: Calls that a forward can notice before it computes: where a probe of one fails, such calls run the stock forward.
-CALLS = frozenset({"padding", "padding without position_ids", "position_ids", "generate"})
+CALLS = frozenset({"padding", "padding without position_ids", "position_ids", "generate", RESTARTS})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,10 +150,12 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
     yield Probe("one token", lambda m: [outcome(m(input_ids=ids[:, :1], use_cache=False))])
     half = max(1, length // 4)
     yield Probe(
-        "a cache, token by token", lambda m: _steps(m, ids, [half, *range(half + 1, length + 1)])
+        "a cache, token by token",
+        lambda m: _steps(m, ids, [half, *range(half + 1, length + 1)]),
+        RESTARTS,
     )
     cuts = sorted({half, min(2 * half + 1, length), length - 1, length})
-    yield Probe("a prompt in chunks", lambda m: _steps(m, ids, cuts))
+    yield Probe("a prompt in chunks", lambda m: _steps(m, ids, cuts), RESTARTS)
     if length < 8:
         return
     ones = torch.ones_like(ids)

@@ -16,7 +16,15 @@ import torch
 from torch import nn
 
 from ipex_core.module_swap.base import original_class
-from ipex_llm.arch import DecoderPlan, ExpertsPlan, LayerPlan
+from ipex_llm.arch import (
+    AttentionPlan,
+    DecoderPlan,
+    DeltaPlan,
+    ExpertsPlan,
+    LayerPlan,
+    MixerPlan,
+    ScanPlan,
+)
 from ipex_llm.optimization.proof.probes import Probe, distance, outcome, probes
 from ipex_llm.optimization.proof.small import (
     POSITIONS,
@@ -73,21 +81,33 @@ def compared(probe: Probe, fast: nn.Module, want: list[torch.Tensor]) -> str:
     return "" if off <= TOLERANCE else f"probe {probe.name!r} is off by {off:.1e}"
 
 
+def _attention_key(plan: AttentionPlan | MixerPlan) -> tuple[object, ...]:
+    if not isinstance(plan, AttentionPlan):
+        norm = isinstance(plan, (DeltaPlan, ScanPlan)) and plan.norm is None
+        groups = plan.norm_groups > 1 if isinstance(plan, ScanPlan) else False
+        order = plan.input.order is None, len(plan.input.modules)
+        return type(plan), plan.conv.bias is None, norm, groups, *order
+    rope = plan.rope
+    return (
+        None if rope is None else (rope.kind, rope.half),
+        plan.alibi_slopes is None,
+        plan.window >= 0,
+        plan.softcap > 0,
+        plan.sinks is None,
+        plan.latent is None,
+        plan.query_norm is None,
+        plan.norm_after_rope,
+        plan.temperature is None,
+        plan.gated,
+    )
+
+
 def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
     """Return what makes layers one kind: what the configuration says of them, and what the plan is made of."""
-    attention, mlp = plan.attention, plan.mlp
-    rope = attention.rope
+    mlp = plan.mlp
     parts: list[object] = [
         kinds[index] if index < len(kinds) else (),
-        None if rope is None else (rope.kind, rope.half),
-        attention.alibi_slopes is None,
-        attention.window >= 0,
-        attention.softcap > 0,
-        attention.sinks is None,
-        attention.latent is None,
-        attention.query_norm is None,
-        attention.norm_after_rope,
-        attention.temperature is None,
+        *_attention_key(plan.attention),
         plan.input_norm is None,
         plan.mlp_norm is None,
         plan.post_attention_norm is None,

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+// Recurrences with a matrix as state. Lanes are values, each of which has a column of the state of
+// its own: a task keeps some columns in the first-level cache while all rows of its text pass.
+#include "linear_attention.h"
+
+#include "ipex/kernel/state_space.h"
+
+namespace ipex {
+namespace {
+
+IPEX_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+IPEX_INLINE float number(const HeadNumbers& v, int64_t row, int64_t head) {
+  const int64_t at = row * v.row + head * v.head;
+  return v.is_f32 ? static_cast<const float*>(v.data)[at]
+                  : load_n(static_cast<const T*>(v.data) + at, 1)[0];
+}
+
+template <class T>
+IPEX_INLINE const T* row_of(const HeadRows& rows, int64_t row, int64_t head) {
+  return static_cast<const T*>(rows.data) + row * rows.row + head * rows.head;
+}
+
+// Reads n numbers as floats, times `scale`; divided by their length if asked for.
+template <class T>
+void read_row(const T* from, int64_t n, bool normalize, float scale, float* to) {
+  f32v sum = zero();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const f32v v = n - i < kLanes ? load_n(from + i, n - i) : load(from + i);
+    store(to + i, v);
+    sum = fma(v, v, sum);
+  }
+  if (normalize) {
+    const f32v squared = set1(reduce_add(sum) + 1e-6f);
+    scale *= (set1(1.0f) / sqrt(squared))[0];
+  }
+  if (scale == 1.0f) return;
+  for (int64_t i = 0; i < n; i += kLanes) store(to + i, load(to + i) * set1(scale));
+}
+
+// kVecs vectors of columns, of which the first `count` columns are there.
+template <int kVecs>
+IPEX_INLINE void copy_columns(const float* from, int64_t from_row, float* to, int64_t to_row,
+                              int64_t rows, int64_t count, bool pad) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < kVecs * kLanes; j += kLanes) {
+      const float* source = from + i * from_row + j;
+      float* target = to + i * to_row + j;
+      const int64_t n = least(kLanes, count - j);
+      if (n == kLanes)
+        store(target, load(source));
+      else if (pad)
+        store(target, n > 0 ? load_n(source, n) : zero());
+      else if (n > 0)
+        store_n(target, load(source), n);
+    }
+}
+
+// Adds key x added to the decayed state, and sums it weighted by the query (and by the next key).
+template <int kVecs, bool kNext>
+IPEX_INLINE void advance(float* state, int64_t row, int64_t width, f32v decay, const float* key,
+                         const float* query, const float* next, const f32v (&added)[kVecs],
+                         f32v (&y)[kVecs], f32v (&known)[kVecs]) {
+  for (int j = 0; j < kVecs; ++j) y[j] = known[j] = zero();
+  for (int64_t i = 0; i < width; ++i) {
+    const f32v k = set1(key[i]), q = set1(query[i]);
+    f32v n = zero();
+    if constexpr (kNext) n = set1(next[i]);
+    float* at = state + i * row;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) {
+      const f32v s = fma(k, added[j], decay * load(at + j * kLanes));
+      store(at + j * kLanes, s);
+      y[j] = fma(q, s, y[j]);
+      if constexpr (kNext) known[j] = fma(n, s, known[j]);
+    }
+  }
+}
+
+template <int kVecs, class T>
+void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t column, int64_t count,
+             char* scratch) {
+  const int64_t first = args.texts.starts[text], last = args.texts.starts[text + 1];
+  const int64_t rows = last - first, width = args.width, group = head / (args.heads / args.groups);
+  const int64_t padded = (width + 15) / 16 * 16;
+  const bool begins = args.texts.lengths[text] == rows;
+  float* block = reinterpret_cast<float*>(scratch);
+  float* query = block + padded * kRecurrenceColumns;
+  float* key = query + padded;
+  float* next = key + padded;
+  float* own =
+      args.state + ((args.texts.slots[text] * args.heads + head) * width) * args.size + column;
+  // For a row or two the state is advanced where it lies.
+  const bool direct = !begins && rows < 3 && count == kVecs * kLanes;
+  float* state = direct ? own : block;
+  const int64_t row = direct ? args.size : kVecs * kLanes;
+  if (!direct && begins)
+    for (int64_t i = 0; i < width * row; i += kLanes) store(state + i, zero());
+  else if (!direct)
+    copy_columns<kVecs>(own, args.size, state, row, width, count, true);
+
+  f32v known[kVecs], added[kVecs], y[kVecs];
+  for (int j = 0; j < kVecs; ++j) known[j] = zero();
+  read_row(row_of<T>(args.key, first, group), width, args.normalize, 1.0f, key);
+  if (args.delta && !begins) {
+    for (int64_t i = 0; i < width; ++i) {
+      const f32v k = set1(key[i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j)
+        known[j] = fma(k, load(state + i * row + j * kLanes), known[j]);
+    }
+  }
+  T* out = static_cast<T*>(args.y);
+  for (int64_t t = first; t < last; ++t) {
+    f32v step = softplus(set1(number<T>(args.step, t, head) + args.bias[head]));
+    step = min(set1(args.most), max(set1(args.least), step));
+    const f32v decay = decay2(step * set1(args.a[head] * kLog2E));
+    const f32v strength = args.delta ? sigmoid(set1(number<T>(args.strength, t, head))) : step;
+    const T* value = row_of<T>(args.value, t, head) + column;
+    f32v given[kVecs];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) {
+      const int64_t n = least(kLanes, count - j * kLanes);
+      given[j] = n == kLanes ? load(value + j * kLanes)
+                 : n > 0     ? load_n(value + j * kLanes, n)
+                             : zero();
+      added[j] = args.delta ? strength * (given[j] - decay * known[j]) : strength * given[j];
+    }
+    read_row(row_of<T>(args.query, t, group), width, args.normalize, args.scale, query);
+    const bool more = t + 1 < last;
+    if (more) read_row(row_of<T>(args.key, t + 1, group), width, args.normalize, 1.0f, next);
+    if (args.delta && more)
+      advance<kVecs, true>(state, row, width, decay, key, query, next, added, y, known);
+    else
+      advance<kVecs, false>(state, row, width, decay, key, query, next, added, y, known);
+    float* spare = key;
+    key = next;
+    next = spare;
+    T* to = out + (t * args.heads + head) * args.size + column;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) {
+      const int64_t n = least(kLanes, count - j * kLanes);
+      f32v result = y[j];
+      if (args.skip) result = fma(set1(args.skip[head]), given[j], result);
+      if (n == kLanes)
+        store(to + j * kLanes, result);
+      else if (n > 0)
+        store_n(to + j * kLanes, result, n);
+    }
+  }
+  if (!direct) copy_columns<kVecs>(state, row, own, args.size, width, count, false);
+}
+
+template <class T>
+IPEX_INLINE void recurrence(const RecurrenceArgs& args, int64_t begin, int64_t end, char* scratch) {
+  const int64_t blocks = (args.size + kRecurrenceColumns - 1) / kRecurrenceColumns;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t text = i / blocks / args.heads, head = i / blocks % args.heads;
+    if (args.texts.starts[text] == args.texts.starts[text + 1]) continue;
+    const int64_t first = i % blocks * kRecurrenceColumns;
+    const int64_t last = least(args.size, first + kRecurrenceColumns);
+    for (int64_t c = first; c < last;) {
+      const int64_t count = least(4 * kLanes, last - c);
+      if (count > 2 * kLanes)
+        columns<4, T>(args, text, head, c, count, scratch);
+      else if (count > kLanes)
+        columns<2, T>(args, text, head, c, count, scratch);
+      else
+        columns<1, T>(args, text, head, c, count, scratch);
+      c += count;
+    }
+  }
+}
+
+// -- the short convolution ------------------------------------------------------------------------
+
+template <class T>
+IPEX_INLINE f32v part(const void* data, bool is_f32, int64_t at, int64_t n) {
+  return is_f32 ? load_n(static_cast<const float*>(data) + at, n)
+                : load_n(static_cast<const T*>(data) + at, n);
+}
+
+// `count` channels of a text, 0 < count <= kLanes. kTaps is 0 for any number of taps.
+template <int kTaps, class T>
+void convolve(const VarlenConvArgs& args, int64_t text, int64_t channel, int64_t count,
+              char* scratch) {
+  const int64_t taps = kTaps ? kTaps : args.taps, before = taps - 1;
+  const int64_t first = args.texts.starts[text], last = args.texts.starts[text + 1];
+  const int64_t rows = last - first;
+  const bool begins = args.texts.lengths[text] == rows;
+  float* weight = reinterpret_cast<float*>(scratch);
+  float* history = weight + taps * kLanes;
+  T* state =
+      static_cast<T*>(args.state) + args.texts.slots[text] * before * args.channels + channel;
+  for (int64_t w = 0; w < taps; ++w)
+    store(weight + w * kLanes,
+          part<T>(args.weight, args.weight_is_f32, w * args.channels + channel, count));
+  for (int64_t w = 0; w < before; ++w)
+    store(history + w * kLanes, begins ? zero() : load_n(state + w * args.channels, count));
+  const f32v bias = args.bias ? part<T>(args.bias, args.bias_is_f32, channel, count) : zero();
+  const T* x = static_cast<const T*>(args.x) + first * args.x_row + channel;
+  T* y = static_cast<T*>(args.y) + first * args.channels + channel;
+  for (int64_t t = 0; t < rows; ++t) {
+    f32v v = bias;
+#pragma GCC unroll 4
+    for (int64_t w = 0; w < taps; ++w) {
+      const int64_t at = t - before + w;
+      const T* from = x + at * args.x_row;
+      const f32v value = at < 0            ? load(history + (at + before) * kLanes)
+                         : count == kLanes ? load(from)
+                                           : load_n(from, count);
+      v = fma(value, load(weight + w * kLanes), v);
+    }
+    if (args.silu) v = silu<kReducedPrecision<T>>(v);
+    if (count == kLanes)
+      store(y + t * args.channels, v);
+    else
+      store_n(y + t * args.channels, v, count);
+  }
+  for (int64_t w = 0; w < before; ++w) {
+    const int64_t at = rows - before + w;
+    const f32v value =
+        at < 0 ? load(history + (at + before) * kLanes) : load_n(x + at * args.x_row, count);
+    store_n(state + w * args.channels, value, count);
+  }
+}
+
+template <class T>
+IPEX_INLINE void convolutions(const VarlenConvArgs& args, int64_t begin, int64_t end,
+                              char* scratch) {
+  const int64_t blocks = (args.channels + kVarlenChannels - 1) / kVarlenChannels;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t text = i / blocks;
+    if (args.texts.starts[text] == args.texts.starts[text + 1]) continue;
+    const int64_t first = i % blocks * kVarlenChannels;
+    const int64_t last = least(args.channels, first + kVarlenChannels);
+    for (int64_t c = first; c < last; c += kLanes) {
+      const int64_t count = least(kLanes, last - c);
+      if (args.taps == 4)
+        convolve<4, T>(args, text, c, count, scratch);
+      else
+        convolve<0, T>(args, text, c, count, scratch);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ipex
+
+#define IPEX_DEFINE_LINEAR_ATTENTION(suffix, T)                                                 \
+  void ipex_k_recurrence_##suffix(const ipex::RecurrenceArgs* args, int64_t begin, int64_t end, \
+                                  char* scratch) {                                              \
+    ipex::recurrence<T>(*args, begin, end, scratch);                                            \
+  }                                                                                             \
+  void ipex_k_causal_conv1d_varlen_##suffix(const ipex::VarlenConvArgs* args, int64_t begin,    \
+                                            int64_t end, char* scratch) {                       \
+    ipex::convolutions<T>(*args, begin, end, scratch);                                          \
+  }
+IPEX_DEFINE_LINEAR_ATTENTION(f32, float)
+IPEX_DEFINE_LINEAR_ATTENTION(bf16, ipex::BFloat16)
+IPEX_DEFINE_LINEAR_ATTENTION(f16, ipex::Half)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers with states in a cache: bad input, texts in pieces, rows of the states that are not theirs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import refusals
+import torch
+
+import ipex_core  # noqa: F401
+
+ops = torch.ops.ipex
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+#: Two texts of 3 and 2 rows: where they begin, what they have had, their rows of the state.
+TEXTS = int32(0, 3, 5), int32(3, 7), int32(2, 0)
+X, FILTER, HISTORY = torch.randn(5, 6), torch.randn(4, 6), torch.randn(3, 3, 6)
+Q, V, GATES, HEADS = torch.randn(5, 2, 8), torch.randn(5, 4, 6), torch.randn(5, 4), torch.randn(4)
+STATE = torch.randn(3, 4, 8, 6)
+
+
+def delta(**changes: Any) -> tuple[Any, ...]:
+    values = {"q": Q, "k": Q, "v": V, "a": GATES, "b": GATES, "A": -HEADS.exp(), "bias": HEADS}
+    values |= {"state": STATE, **dict(zip(("starts", "lengths", "slots"), TEXTS, strict=True))}
+    return (*(values | changes).values(), 0.5)
+
+
+def scan(**changes: Any) -> tuple[Any, ...]:
+    values = {"x": V, "dt": GATES, "A": -HEADS.exp(), "B": Q, "C": Q, "D": HEADS, "bias": HEADS}
+    values |= {"state": STATE, **dict(zip(("starts", "lengths", "slots"), TEXTS, strict=True))}
+    return tuple((values | changes).values())
+
+
+def bad_calls():
+    conv, rule, ssd = "causal_conv1d_varlen", "gated_delta_rule", "ssd_scan"
+    rest = (None, "silu", *TEXTS)
+    yield conv, (X[0], HISTORY, FILTER, *rest), r"x must be 2-D \[T, D\], got 1-D"
+    yield conv, (X, HISTORY, FILTER.half(), *rest), "weight must have the dtype of x = float32 or"
+    yield conv, (X, HISTORY, FILTER[:, :5], *rest), r"weight must have shape \[W, 6\] with W from"
+    yield conv, (X, HISTORY.half(), FILTER, *rest), "conv_state must have the dtype of x = float32"
+    yield conv, (X, HISTORY[:, 1:], FILTER, *rest), r"conv_state must have shape \[3, 3, 6\], got"
+    wide = torch.randn(3, 6, 3).transpose(1, 2)
+    yield conv, (X, wide, FILTER, *rest), r"conv_state must be contiguous, got strides \[18, 1, 3\]"
+    yield conv, (X, HISTORY, FILTER, FILTER, *rest[1:]), r"bias must have shape \[6\]"
+    yield conv, (X, HISTORY, FILTER, None, "relu", *TEXTS), "activation must be 'none' or 'silu'"
+    yield rule, delta(v=V[0]), r"v must be 3-D \[T, H, width\], got 2-D"
+    yield (
+        rule,
+        delta(q=torch.randn(5, 3, 8)),
+        r"q must have shape \[5, G, width\] where G divides 4",
+    )
+    yield rule, delta(k=Q[..., :7]), r"k must have shape \[5, 2, 8\], got \[5, 2, 7\]"
+    yield rule, delta(a=GATES[:4]), r"a must have shape \[5, 4\], got \[4, 4\]"
+    yield rule, delta(A=HEADS.half()), "A must have dtype float32, got float16"
+    yield rule, delta(state=STATE[..., :5]), r"state must have shape \[3, 4, 8, 6\], got"
+    yield rule, delta(state=STATE.half()), "state must have dtype float32, got float16"
+    yield rule, delta(starts=int32(0, 3, 4)), r"query_starts must rise from 0 to 5, got \[0, 3, 4\]"
+    yield rule, delta(starts=int32(0, 5)), r"query_starts must have shape \[3\], got \[2\]"
+    yield rule, delta(lengths=TEXTS[1].long()), "lengths must have dtype int32, got int64"
+    yield rule, delta(lengths=int32(3, 1)), r"lengths must count the new rows, got \[3, 1\]"
+    yield rule, delta(slots=int32(0, 3)), r"slots must be in \[0, 3\), got \[0, 3\]"
+    yield ssd, scan(dt=GATES[:, :3]), r"dt must have shape \[5, 4\], got \[5, 3\]"
+    yield ssd, scan(C=Q[:4]), r"C must have shape \[5, G, width\] where G divides 4, got"
+    yield ssd, scan(D=HEADS[:3]), r"D must have shape \[4\], got \[3\]"
+    yield ssd, (*scan(), 2.0, 1.0), "dt_min must be from 0 to dt_max = 1.0, got 2.0"
+
+
+@refusals.each(bad_calls())
+def test_bad_input(op: str, args: tuple[Any, ...], text: str) -> None:
+    refusals.assert_refused(op, args, text)
+
+
+def pieces(total: int, cuts: list[int]) -> list[tuple[int, int]]:
+    edges = [0, *cuts, total]
+    return [(a, b) for a, b in itertools.pairwise(edges) if b > a]
+
+
+@pytest.mark.parametrize("cuts", [[1], [7, 8, 9], [16], list(range(1, 20))], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_are_the_whole(cuts: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, heads, width, size = 20, 4, 24, 40
+    x = torch.randn(rows, 48, dtype=dtype)
+    q = torch.randn(rows, 2, width, dtype=dtype)
+    v, gate = torch.randn(rows, heads, size, dtype=dtype), torch.randn(rows, heads, dtype=dtype)
+    vectors = -torch.rand(heads), torch.randn(heads)
+
+    def run(op: str, first: int, last: int, state: torch.Tensor) -> torch.Tensor:
+        texts = int32(0, last - first), int32(last), int32(1)
+        part = slice(first, last)
+        if op == "conv":
+            weight = torch.linspace(-1, 1, 4 * 48).view(4, 48)
+            return ops.causal_conv1d_varlen(x[part], state, weight, None, "silu", *texts)
+        if op == "rule":
+            rest = (gate[part], gate[part], *vectors, state, *texts, 0.3)
+            return ops.gated_delta_rule(q[part], q[part], v[part], *rest)
+        rest = (q[part], q[part], vectors[1], vectors[1], state, *texts)
+        return ops.ssd_scan(v[part], gate[part], vectors[0], *rest)
+
+    for op, shape in (
+        ("conv", (3, 48)),
+        ("rule", (heads, width, size)),
+        ("scan", (heads, width, size)),
+    ):
+        kind = dtype if op == "conv" else torch.float32
+        # What is in the row before is not read: the text begins.
+        states = [torch.full((3, *shape), float("nan"), dtype=kind) for _ in range(2)]
+        want = run(op, 0, rows, states[0])
+        got = torch.cat([run(op, a, b, states[1]) for a, b in pieces(rows, cuts)])
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 if kind == dtype else 2e-2)
+        torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-4, atol=1e-4)
+        assert got.isfinite().all() and states[1][[0, 2]].isnan().all()

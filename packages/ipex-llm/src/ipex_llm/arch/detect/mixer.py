@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a layer that keep a state in the place of keys and values: short convolutions, gated delta nets, Mamba-2.
+
+As for attention, names say what the parts could be, and numbers say what they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm.arch import ConvPlan, DeltaPlan, LinearPlan, MixerPlan, NormPlan, ScanPlan
+from ipex_llm.arch.detect.parts import linear_plan
+from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
+from ipex_llm.arch.reference import mix
+
+Tensor = torch.Tensor
+
+_PARTS = tuple(re.compile(rf"(^|_){name}(_proj)?$") for name in ("qkv", "z", "b", "a"))
+
+
+def _convolution(module: nn.Module) -> nn.Conv1d | None:
+    """Return the only convolution of a module if it is depthwise."""
+    found = [m for m in module.children() if isinstance(m, nn.Conv1d)]
+    plain = len(found) == 1 and found[0].groups == found[0].in_channels == found[0].out_channels
+    return found[0] if plain and found[0].stride == found[0].dilation == (1,) else None
+
+
+def find_mixer(layer: nn.Module) -> nn.Module | None:
+    """Return the block of a layer that has a short convolution; not of Mamba-1, whose states have no heads."""
+    found = [
+        child
+        for child in layer.children()
+        if _convolution(child) is not None and getattr(child, "A_log", torch.zeros(1)).ndim == 1
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
+    """Return the plan of a block with a state.
+
+    Raises:
+        MatchError: Its parts are not understood, or no candidate gives what the module gave.
+    """
+    parts = list(linears(module, trace))
+    names = ", ".join(name for name, _ in parts) or "none"
+    source = trace.input(module)
+    inner = [(name, m) for name, m in parts if same(trace.input(m), source)]
+    outer = [m for _, m in parts if not same(trace.input(m), source)]
+    if len(outer) != 1 or not inner:
+        raise trace.error(module, f"has linear layers ({names}) that are not in and out")
+    expected = trace.input(outer[0])
+    own: Any = module
+    if any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
+        candidates = _recurrences(config, own, inner, outer[0], expected.shape[-1])
+    else:
+        candidates = _convolutions(own, inner, outer[0])
+
+    def error(plan: MixerPlan) -> float:
+        rows = torch.cat([trace.output(m) for m in plan.input.modules], dim=-1)
+        rows = rows if plan.input.order is None else rows[..., plan.input.order]
+        return distance(mix(plan, rows), expected)
+
+    plan, off = settle(candidates, error, expected)
+    if plan is None:
+        name = type(module).__name__
+        if off == float("inf"):
+            known = "a short convolution, a gated delta net or Mamba-2"
+            raise trace.error(module, f"{name} has not the parts of {known}")
+        raise trace.error(module, f"{name} computes something else (off by {off:.1e})")
+    return plan
+
+
+def _convolutions(
+    module: nn.Module, inner: list[tuple[str, nn.Module]], output: nn.Module
+) -> Iterator[MixerPlan]:
+    conv = _convolution(module)
+    assert conv is not None
+    channels = conv.in_channels
+    modules = tuple(m for _, m in inner)
+    widths = [getattr(m, "out_features", 0) for m in modules]
+    if sum(widths) == 3 * channels:
+        yield ConvPlan(linear_plan(*modules), linear_plan(output), conv)
+
+
+def _recurrences(
+    config: Config, module: Any, inner: list[tuple[str, nn.Module]], output: nn.Module, width: int
+) -> Iterator[MixerPlan]:
+    conv = _convolution(module)
+    parameters = [getattr(module, name, None) for name in ("A_log", "dt_bias")]
+    vectors = all(isinstance(p, nn.Parameter) and p.ndim == 1 for p in parameters)
+    heads = len(parameters[0]) if vectors else 0  # type: ignore[arg-type]
+    if conv is None or not heads or width % heads or (conv.in_channels - width) % 2:
+        return
+    norms = [m for m in module.children() if is_norm(m)]
+    if len(norms) > 1:
+        return
+    norm = None
+    if norms:
+        eps = _number(norms[0], "variance_epsilon", "eps", "epsilon")
+        if eps is None:
+            return
+        norm = NormPlan("rms", norms[0], float(eps))
+    shared = (conv.in_channels - width) // 2  # features of all keys
+    numbers = ("n_groups", "num_k_heads", "ngroups")
+    known = [getattr(module, name, None) for name in numbers]
+    known += [config.get("linear_num_key_heads"), config.get("mamba_n_groups", "n_groups"), 1]
+    groups = [g for g in dict.fromkeys(known) if g and heads % g == 0 and shared % g == 0]
+    size = width // heads
+    if isinstance(getattr(module, "D", None), nn.Parameter):
+        limits = getattr(module, "time_step_limit", (0.0, float("inf")))
+        if len(inner) != 1 or tuple(limits) != (0.0, float("inf")):
+            return
+        for group, own in itertools.product(groups, dict.fromkeys((groups[0], 1))):
+            if width % own == 0:
+                yield ScanPlan(
+                    *(linear_plan(inner[0][1]), linear_plan(output), conv, module, norm, own),
+                    *(group, heads, size, shared // group),
+                )
+        return
+    if norm is None:
+        return
+    for group in groups:
+        for linear in _layouts(inner, group, heads, shared // group, size):
+            yield DeltaPlan(
+                *(linear, linear_plan(output), conv, module, norm),
+                *(group, heads, shared // group, size),
+            )
+
+
+def _number(module: nn.Module, *names: str) -> float | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, float)), None)
+
+
+def _layouts(
+    inner: list[tuple[str, nn.Module]], groups: int, heads: int, width: int, size: int
+) -> Iterator[LinearPlan]:
+    """Yield projections to q, k, v, z, b and a: four modules, or two whose rows go by groups or by parts."""
+    if len(inner) == 4:
+        named = [[m for name, m in inner if part.search(name)] for part in _PARTS]
+        if all(len(one) == 1 for one in named):
+            yield linear_plan(*(one[0] for one in named))
+        return
+    first, gates = 2 * (groups * width + heads * size), 2 * heads
+    modules = sorted((m for _, m in inner), key=lambda m: -int(getattr(m, "out_features", 0)))
+    if [getattr(m, "out_features", 0) for m in modules] != [first, gates]:
+        return
+    each = heads // groups
+    rows = torch.arange(first).view(groups, -1)
+    parts = rows.split([width, width, each * size, each * size], dim=1)
+    pairs = first + torch.arange(gates).view(groups, 2, each)
+    order = torch.cat([*(p.flatten() for p in parts), pairs[:, 0].flatten(), pairs[:, 1].flatten()])
+    yield linear_plan(*modules, order=order)
+    yield linear_plan(*modules)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that keep a state instead of keys and values, as parts of a program.
+
+A sequence has one row of the state, whatever its length. The ops take the rows of all sequences back to back, begin
+with zeros where all tokens of a sequence are new, and leave the state behind the last token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ipex_core.program import Register
+from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan
+from ipex_llm.arch.reference import filter_of, per_head
+from ipex_llm.kv_cache import StateShape
+from ipex_llm.model_runner.dense import WeightStore
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mixer:
+    """What ops read besides linear layers, float32.
+
+    Attributes:
+        taps: Filter ``[W, D]``.
+        bias: ``[D]``, or None.
+        vectors: ``[H]``: A and dt_bias, and D of Mamba-2.
+    """
+
+    taps: Tensor
+    bias: Tensor | None
+    vectors: tuple[Tensor, ...] = ()
+
+
+def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
+    """Return the constants of a block."""
+    for name in ("weight", "bias"):
+        store.watch(plan.conv, name)
+    vectors: tuple[Tensor, ...] = ()
+    if isinstance(plan, (DeltaPlan, ScanPlan)):
+        names = ("A", "dt_bias", "D") if isinstance(plan, ScanPlan) else ("A", "dt_bias")
+        for name in names:
+            store.watch(plan.module, "A_log" if name == "A" else name)
+        vectors = tuple(per_head(plan.module, name) for name in names)
+    return Mixer(*filter_of(plan), vectors)
+
+
+def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
+    """Return what a block stores for a sequence."""
+    history = plan.taps - 1, plan.channels
+    if isinstance(plan, DeltaPlan):
+        return StateShape(history, (plan.heads, plan.key_dim, plan.value_dim), dtype)
+    if isinstance(plan, ScanPlan):
+        return StateShape(history, (plan.heads, plan.state_dim, plan.head_dim), dtype, True)
+    return StateShape(history, None, dtype)
+
+
+def state_parts(plan: MixerPlan) -> tuple[str, ...]:
+    """Return the names of the tensors in which a block stores its state."""
+    return ("history", "state") if isinstance(plan, (DeltaPlan, ScanPlan)) else ("history",)
+
+
+def write_mixer(
+    writer: Any, index: int, plan: MixerPlan, weights: Mixer, rows: Register
+) -> Register:
+    """Write a block with a state.
+
+    Args:
+        writer: Writes the program.
+        index: Of the layer.
+        plan: Its plan.
+        weights: Of `pack_mixer`.
+        rows: What `plan.input` gives.
+
+    Returns:
+        What the output projection reads.
+    """
+    if isinstance(plan, DeltaPlan):
+        return _delta(writer, index, plan, weights, rows)
+    if isinstance(plan, ScanPlan):
+        return _scan(writer, index, plan, weights, rows)
+    b, width = writer.b, plan.channels
+    first, gate, x = (b.call("narrow", rows, 1, i * width, width) for i in range(3))
+    y = _convolve(writer, index, plan, weights, b.call("mul", first, x), "none")
+    result: Register = b.call("mul", gate, y)
+    return result
+
+
+def _convolve(
+    writer: Any, index: int, plan: ConvPlan, weights: Mixer, x: Register, activation: str
+) -> Register:
+    constant = writer.b.constant
+    bias = None if weights.bias is None else constant(weights.bias)
+    result: Register = writer.b.call(
+        "causal_conv1d_varlen",
+        *(x, writer.caches[index][0], constant(weights.taps), bias, activation),
+        *writer.texts,
+    )
+    return result
+
+
+def _parts(writer: Any, rows: Register, *widths: int) -> list[Register]:
+    """Return views of neighboring columns."""
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    narrow: Any = writer.b.call
+    return [narrow("narrow", rows, 1, at, n) for at, n in zip(starts, widths, strict=True)]
+
+
+def _heads(writer: Any, x: Register, heads: int, width: int) -> Register:
+    result: Register = writer.b.call("reshape", x, [0, heads, width])
+    return result
+
+
+def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Register) -> Register:
+    b, heads, size = writer.b, plan.heads, plan.value_dim
+    keys, values = plan.groups * plan.key_dim, heads * size
+    qkv, z, beta, step = _parts(writer, rows, 2 * keys + values, values, heads, heads)
+    mixed = _convolve(writer, index, plan, weights, qkv, "silu")
+    q, k, v = _parts(writer, mixed, keys, keys, values)
+    factor, bias = map(b.constant, weights.vectors)
+    y = b.call(
+        "gated_delta_rule",
+        _heads(writer, q, plan.groups, plan.key_dim),
+        _heads(writer, k, plan.groups, plan.key_dim),
+        _heads(writer, v, heads, size),
+        *(step, beta, factor, bias, writer.caches[index][1], *writer.texts),
+        plan.key_dim**-0.5,
+    )
+    normed = writer.norm(plan.norm, y)
+    result: Register = b.call("silu_mul", z, b.call("reshape", normed, [0, values]))
+    return result
+
+
+def _scan(writer: Any, index: int, plan: ScanPlan, weights: Mixer, rows: Register) -> Register:
+    b, heads, size = writer.b, plan.heads, plan.head_dim
+    inner, states = heads * size, plan.groups * plan.state_dim
+    gate, xbc, step = _parts(writer, rows, inner, inner + 2 * states, heads)
+    mixed = _convolve(writer, index, plan, weights, xbc, "silu")
+    x, keys, queries = _parts(writer, mixed, inner, states, states)
+    factor, bias, skip = map(b.constant, weights.vectors)
+    y = b.call(
+        "ssd_scan",
+        *(_heads(writer, x, heads, size), step, factor),
+        _heads(writer, keys, plan.groups, plan.state_dim),
+        _heads(writer, queries, plan.groups, plan.state_dim),
+        *(skip, bias, writer.caches[index][1], *writer.texts),
+    )
+    result: Register = b.call("silu_mul", gate, b.call("reshape", y, [0, inner]))
+    norm = plan.norm
+    if norm is None:
+        return result
+    if plan.norm_groups == 1:
+        return writer.norm(norm, result)
+    parts = _heads(writer, result, plan.norm_groups, inner // plan.norm_groups)
+    result = b.call("reshape", b.call("rms_norm", parts, None, norm.eps), [0, inner])
+    weight = writer.e.norm(norm)[0]
+    if weight is None:
+        return result
+    wide: Register = b.call("mul", result, b.constant(weight.to(writer.e.store.dtype)))
+    return wide

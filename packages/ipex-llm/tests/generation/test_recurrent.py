@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with recurrent layers run as one program, and give what the stock model gives."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB
+from recurrent_models import NAMES, build
+
+import ipex
+from ipex_llm.arch.detect import MatchError, match
+from ipex_llm.arch.reference import verify
+from ipex_llm.kv_cache import PagedCache, Sequences, StateShape
+from ipex_llm.kv_cache.transformers import state_of_cache
+from ipex_llm.records import record_of
+
+needs_models = pytest.mark.skipif(not NAMES, reason="transformers 4 has other caches of states")
+
+
+@functools.cache
+def optimized(name: str) -> Any:
+    return ipex.llm.optimize(build(name), dtype=torch.float32)
+
+
+def text(batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (batch, length), generator=generator)
+
+
+def cache_of(result: Any) -> Any:
+    cache = getattr(result, "cache", None)
+    return result.past_key_values if cache is None else cache
+
+
+def logits(model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False, **more).logits  # type: ignore[no-any-return]
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_structure(name: str) -> None:
+    model = build(name)
+    plan = match(model)
+    kinds = [type(layer.attention).__name__ for layer in plan.layers]
+    assert kinds.count("AttentionPlan") == 1 and plan.has_states and len(plan.attentions) == 1
+    assert verify(model, plan) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_same_answers(name: str) -> None:
+    model, fast = build(name), optimized(name)
+    assert record_of(fast).runner is not None, str(ipex.explain(fast))
+    ids = text(3, 21)
+    close(logits(fast, ids), logits(model, ids))
+    mask = torch.ones_like(ids)
+    mask[0, :6], mask[2, :1] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(fast.generate(ids, **options), model.generate(ids, **options))
+    pieces = fast.generate(ids, prefill_chunk_size=5, **options)
+    assert torch.equal(pieces, model.generate(ids, **options))
+    beams = {**options, "num_beams": 3}
+    assert torch.equal(fast.generate(ids, **beams), model.generate(ids, **beams))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_pieces_and_order(name: str) -> None:
+    model, fast = build(name), optimized(name)
+    ids = text(3, 17, seed=4)
+    want = logits(model, ids)
+    first = fast(input_ids=ids[:, :6], use_cache=True)
+    cache = cache_of(first)
+    second = fast(input_ids=ids[:, 6:9], cache=cache, position_ids=torch.arange(6, 9).unsqueeze(0))
+    close(torch.cat([first.logits, second.logits], 1), want[:, :9])
+    order = torch.tensor([2, 0, 0, 1])  # one more sequence than before
+    cache.reorder_cache(order)
+    for at in range(9, 17):
+        one = torch.tensor([[at]])
+        step = fast(input_ids=ids[order, at : at + 1], cache=cache, position_ids=one)
+        close(step.logits[:, 0], want[order, at])
+
+
+@needs_models
+@torch.no_grad()
+def test_what_a_cache_cannot_do() -> None:
+    fast = optimized("lfm2")
+    ids = text(1, 9)
+    cache = cache_of(fast(input_ids=ids, use_cache=True))
+    assert not cache.is_croppable
+    with pytest.raises(NotImplementedError, match="must not be removed from the end of a cache"):
+        cache.crop(4)
+    with pytest.raises(NotImplementedError, match="layer must have keys and values, got layer 0"):
+        cache[0]
+    cache.reset()
+    close(fast(input_ids=ids, cache=cache).logits, logits(fast, ids))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_calls_of_the_stock_forward_go_on_with_the_same_cache(name: str) -> None:
+    model, fast = build(name), optimized(name)
+    ids, mask = text(2, 14, seed=4), torch.ones(2, 14, dtype=torch.int64)
+    mask[0, :3] = 0
+    cuts = (0, 6, 9, 10, 11, 14)
+    for first in (
+        0,
+        6,
+        9,
+    ):  # the call from which on attentions are wanted, which programs do not give
+        caches: list[Any] = [{}, {}]
+        for start, end in itertools.pairwise(cuts):
+            given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+            given["position_ids"] = torch.arange(start, end).unsqueeze(0)
+            more = {"output_attentions": True} if start >= first else {}
+            stock = model(**given, **caches[0], use_cache=True)
+            found = fast(**given, **caches[1], use_cache=True, **more)
+            caches = [{"cache": cache_of(one)} for one in (stock, found)]
+            tokens = mask[:, start:end].bool()
+            close(found.logits[tokens], stock.logits[tokens])
+        assert state_of_cache(caches[1]["cache"]) is None
+
+
+@pytest.mark.parametrize("name", ["lfm2", "granite_dense"] if NAMES else [])
+@torch.no_grad()
+def test_padding_that_states_go_through(name: str) -> None:
+    model, fast = build(name), optimized(name)
+    ids, mask = text(2, 14, seed=4), torch.ones(2, 14, dtype=torch.int64)
+    mask[0, 4:6], mask[1, 8:] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(fast.generate(ids, **options), model.generate(ids, **options))
+    caches: list[Any] = [{}, {}]
+    for start, end in ((0, 3), (3, 8), (8, 14)):
+        given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        stock = model(**given, **caches[0], use_cache=True)
+        found = fast(**given, **caches[1], use_cache=True)
+        caches = [{"cache": cache_of(one)} for one in (stock, found)]
+        tokens = mask[:, start:end].bool()
+        close(found.logits[tokens], stock.logits[tokens])
+
+
+@needs_models
+@torch.no_grad()
+def test_weights_that_change_are_packed_again() -> None:
+    fast = ipex.llm.optimize(build("granite_dense"), dtype=torch.float32)
+    ids = text(1, 9)
+    before = logits(fast, ids)
+    fast.model.layers[0].mamba.A_log.add_(0.5)
+    model = build("granite_dense")
+    model.model.layers[0].mamba.A_log.add_(0.5)
+    close(logits(fast, ids), logits(model, ids))
+    assert not torch.allclose(before, logits(fast, ids))
+
+
+@needs_models
+@torch.no_grad()
+def test_what_is_not_understood_is_named() -> None:
+    model = build("granite_dense")
+    model.model.layers[2].mamba.time_step_limit = (0.5, 1.0)
+    with pytest.raises(MatchError, match=r"layers\.2\.mamba: \w+ has not the parts of"):
+        match(model)
+    model = build("lfm2")
+    own = model.model.layers[0].conv.forward
+    model.model.layers[0].conv.forward = lambda *args, **kwargs: 1.5 * own(*args, **kwargs)
+    plan = ipex.llm.plan(model, dtype=torch.float32)
+    assert plan.depth < 3 and "layers.0" in str(plan.reason)
+
+
+def test_rows_of_states() -> None:
+    shapes = [StateShape((3, 4), (2, 2, 3), torch.float32), StateShape((1, 2), None, torch.float32)]
+    cache = PagedCache(shapes, 1, 4, torch.float32)
+    sequences = Sequences(cache, 2)
+    assert cache.num_states == 2 and [len(cache.tensors_of(i)) for i in range(2)] == [2, 1]
+    for number, tensor in enumerate(cache.tensors):
+        tensor[0], tensor[1] = number + 1, -number - 1
+    step = sequences.append([3, 2])
+    assert step.states is not None and step.states.tolist() == [0, 1]
+    sequences.select([1, 1, 0])
+    rows = sequences.states
+    assert sorted(rows) == [0, 1, 2] and cache.num_states == 3
+    for number, tensor in enumerate(cache.tensors):
+        found = [float(tensor[row].flatten()[0]) for row in rows]
+        assert found == [-number - 1, -number - 1, number + 1]
+    sequences.select([0])
+    assert len(sequences.states) == 1
+    with pytest.raises(NotImplementedError, match="must not be removed"):
+        sequences.cut([1])
+    sequences.clear()
+    assert sequences.lengths == [0]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny seeded models with recurrent layers, made from the config classes of transformers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import transformers
+from families import OLD, VOCAB, randomize
+from torch import nn
+
+_BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_DELTA = {
+    "head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 64}
+_KINDS = {"layers_block_type": ["mamba", "attention", "mamba", "mamba"]}
+
+#: Name -> class and what its configuration has besides.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5", _DELTA),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "bamba": ("Bamba", {**_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [1]}),
+    "granite": ("GraniteMoeHybrid", {**_MAMBA, **_EXPERTS, **_KINDS, "mamba_n_groups": 1}),
+    "granite_dense": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            **_EXPERTS,
+            **_KINDS,
+            "mamba_n_groups": 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+}
+
+#: Those that this transformers has in a form that programs know.
+NAMES = tuple(
+    name
+    for name, (kind, _) in CONFIGS.items()
+    if not OLD and hasattr(transformers, kind + "Config")
+)
+
+
+@functools.cache
+def _prototype(name: str) -> nn.Module:
+    kind, more = CONFIGS[name]
+    text = kind + ("TextConfig" if hasattr(transformers, kind + "TextConfig") else "Config")
+    config = getattr(transformers, text)(**_BASE, **more)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return randomize(getattr(transformers, kind + "ForCausalLM")(config))
+
+
+def build(name: str) -> Any:
+    """Return a new model: float32, in eval mode."""
+    return copy.deepcopy(_prototype(name))
