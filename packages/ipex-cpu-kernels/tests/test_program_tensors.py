@@ -436,6 +436,55 @@ def test_errors_of_pooling():
         single("avg_pool2d", x, [2], [], [0], False, True, 0)
 
 
+# --- normalization --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((2, 6, 5, 7), 3),
+        ((1, 32, 17, 19), 8),
+        ((3, 33, 1, 1), 11),
+        ((2, 64, 40, 41), 32),
+        ((1, 20, 1, 300), 1),
+        ((2, 12, 9), 12),
+        ((2, 12), 4),
+        ((1, 8, 3, 4, 5), 2),
+        ((0, 4, 3, 3), 2),
+        ((2, 4, 0, 3), 2),
+    ],
+)
+def test_group_norm(shape, groups, dtype, threads):
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    torch.manual_seed(0)
+    plain = (torch.randn(shape) * 3 + 50).to(dtype)  # a mean that is large beside the deviation
+    affine = torch.randn(2, shape[1])
+    for x in (plain, plain.to(memory_format=CHANNELS_LAST)) if len(shape) == 4 else (plain,):
+        for weight, bias in ((None, None), (affine[0], None), tuple(affine)):
+            got, stock = both("group_norm", x, groups, weight, bias, 1e-5)
+            assert steps(got) == steps(stock)
+            wide = (None if one is None else one.double() for one in (weight, bias))
+            want = torch.nn.functional.group_norm(x.double(), groups, *wide, 1e-5)
+            torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_errors_of_group_norm():
+    x, ones = torch.ones(1, 6, 4, 4), torch.ones(6)
+    refused("x must have dtype", "group_norm", x.long(), 2, None, None, 1e-5)
+    refused("x must have at least 2", "group_norm", x[0, 0, 0], 2, None, None, 1e-5)
+    channels = r"x must have a multiple of groups = 4 channels, got \[1, 6, 4, 4\]"
+    refused(channels, "group_norm", x, 4, None, None, 1e-5)
+    refused(
+        "weight must have dtype float32, got float64", "group_norm", x, 2, ones.double(), None, 1
+    )
+    refused(
+        r"bias must be contiguous of shape \[6\], got \[5\]", "group_norm", x, 2, ones, ones[1:], 1
+    )
+    with pytest.raises(OpArgumentError, match="groups must be positive, got 0"):
+        single("group_norm", x, 0, None, None, 1e-5)
+
+
 # --- convolution ----------------------------------------------------------------------------------------------------
 
 

@@ -220,6 +220,54 @@ def test_depthwise_convolutions_of_tokens() -> None:
     assert not check(Tokens(), torch.randn(2, 24, 32)).calls
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.ConvTranspose2d(6, 9, 2, 2), nn.ConvTranspose2d(6, 8, (2, 3), (2, 3), bias=False)],
+    ids=["bias", "oblong"],
+)
+def test_transposed_convolutions_of_windows_side_by_side(
+    layer: nn.Module, dtype: torch.dtype
+) -> None:
+    norm = nn.BatchNorm2d(layer.out_channels)
+    model = spread(nn.Sequential(layer, norm, nn.ReLU(), nn.Conv2d(norm.num_features, 4, 1)))
+    n, h = torch.export.Dim("n", max=8), torch.export.Dim("h", min=2, max=64)
+    model, x = model.to(dtype), torch.randn(2, 6, 5, 7).to(dtype)
+    fast = check(model, x, dynamic_shapes=({0: n, 2: h},))
+    assert not fast.calls
+    assert ops_of(fast).count("convolution") == 2
+    x = torch.randn(3, 6, 4, 7).to(dtype)
+    with torch.no_grad():
+        close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norms_have_an_instruction(dtype: torch.dtype) -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 24, 3, padding=1), nn.GroupNorm(6, 24), nn.SiLU()),
+        *(nn.Conv2d(24, 8, 1), nn.GroupNorm(1, 8, affine=False)),
+    ).to(dtype)
+    n, h = torch.export.Dim("n", max=8), torch.export.Dim("h", min=2, max=64)
+    fast = check(model, torch.randn(2, 3, 9, 11).to(dtype), dynamic_shapes=({0: n, 2: h},))
+    assert not fast.calls
+    assert ops_of(fast).count("group_norm") == 2
+    x = torch.randn(3, 3, 5, 11).to(dtype)
+    with torch.no_grad():
+        close(fast(x), model(x))
+    assert not check(nn.GroupNorm(2, 6), torch.randn(2, 6, 7)).calls
+
+
+def test_a_tensor_is_taken_apart_without_torch() -> None:
+    class Apart(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = (x * 2).unbind(1)
+            return a.sigmoid() + b * c
+
+    n = torch.export.Dim("n", max=8)
+    fast = check(Apart(), torch.randn(2, 3, 5), dynamic_shapes=({0: n},))
+    assert not fast.calls
+
+
 def test_a_depthwise_convolution_with_a_weight_of_the_caller_is_called_through_torch() -> None:
     class Given(nn.Module):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:

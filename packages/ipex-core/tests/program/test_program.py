@@ -110,6 +110,11 @@ def test_built_ins_of_graphs():
             .contiguous(memory_format=torch.channels_last),
         ),
         (
+            lambda b, x: b.call("group_norm", x, 1, None, None, 1e-5),
+            (image,),
+            f.group_norm(image, 1).contiguous(memory_format=torch.channels_last),
+        ),
+        (
             lambda b, x: b.call("upsample_bilinear2d", x, 7, 9, False, 0.0, 0.0),
             (image,),
             f.interpolate(image, (7, 9), mode="bilinear"),

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ipex/glue/dispatch.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <limits>
 
 #include "ipex/glue/tensor_pool.h"
@@ -34,6 +37,67 @@ void* KernelBase::resolve() const {
 int64_t& parallel_loops() noexcept {
   thread_local int64_t loops = 0;
   return loops;
+}
+
+namespace {
+
+// The team of helpers of our own, if these are to take the places of torch's threads now.
+Team* team_of_helpers(int64_t threads) {
+  if (threads < 2 || threads > Team::kMaxThreads) return nullptr;
+  Helpers& helpers = Helpers::mine();
+  if (Team* const team = helpers.team(threads)) return team;
+  std::vector<pid_t> twins(static_cast<size_t>(threads));
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      twins[static_cast<size_t>(i)] = static_cast<pid_t>(syscall(SYS_gettid));
+  });
+  // Within a region of torch's all of them are the calling thread.
+  return helpers.start(twins) ? helpers.team(threads) : nullptr;
+}
+
+int64_t torch_threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
+
+}  // namespace
+
+void spread(int64_t n, int64_t grain, Team::Body body, const void* context) {
+  Helpers& helpers = Helpers::mine();
+  if (helpers.wanted())
+    if (Team* const team = team_of_helpers(torch_threads()))
+      return team->lead([&] { team->run(n, grain, body, context); });
+  const int64_t called = nanoseconds();
+  std::atomic<bool> late{false};
+  torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    if (nanoseconds() - called >= Helpers::kLate) late.store(true, std::memory_order_relaxed);
+    body(begin, end, context);
+  });
+  if (late.load(std::memory_order_relaxed)) helpers.late();
+}
+
+void with_team(void (*f)(const void* context), const void* context) {
+  const int64_t threads = torch_threads();
+  if (threads < 2 || threads > Team::kMaxThreads || Team::current() || Team::in_chunk())
+    return f(context);
+  Helpers& helpers = Helpers::mine();
+  if (helpers.wanted())
+    if (Team* const team = team_of_helpers(threads)) return team->lead([&] { f(context); });
+  Team team(threads);
+  // torch would pass on the text of an exception, but not its type.
+  std::exception_ptr error;
+  int64_t waited = -nanoseconds();
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t index, int64_t) {
+    if (index > 0) return team.help(index);
+    waited += nanoseconds();
+    try {
+      team.lead([&] { f(context); });
+    } catch (...) {
+      error = std::current_exception();
+    }
+    team.end();
+    waited -= nanoseconds();
+  });
+  waited += nanoseconds();
+  if (waited >= Helpers::kLate) helpers.late();
+  if (error) std::rethrow_exception(error);
 }
 
 const char* dtype_name(ScalarType dtype) {

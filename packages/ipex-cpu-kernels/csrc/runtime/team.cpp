@@ -2,12 +2,18 @@
 #include "runtime/team.h"
 
 #include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 namespace ipex {
@@ -21,6 +27,10 @@ static_assert(kChunksPerThread * Team::kMaxThreads <= 0xffff, "a share counts ch
 // How long a thread without work looks for some before it sleeps. Waking costs about as much.
 constexpr int64_t kSpinNanoseconds = 50000;
 
+// How long helpers of our own take the places of torch's threads before these are tried again: at
+// first, and at most where each trial was late.
+constexpr int64_t kFirstLength = 250000000, kLastLength = 16 * kFirstLength;
+
 thread_local Team* leading_team = nullptr;
 thread_local bool inside_chunk = false;
 
@@ -32,11 +42,16 @@ void futex_wake(std::atomic<uint32_t>& word, int count) noexcept {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 }
 
-int64_t nanoseconds() noexcept {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return int64_t{1000000000} * now.tv_sec + now.tv_nsec;
+// Gives the calling thread the affinity of another one, unless that one has ended. `last` is what
+// it has been given so.
+void follow(pid_t thread, cpu_set_t& last) noexcept {
+  cpu_set_t cpus;
+  if (sched_getaffinity(thread, sizeof cpus, &cpus) != 0 || CPU_EQUAL(&cpus, &last)) return;
+  if (sched_setaffinity(0, sizeof cpus, &cpus) == 0) last = cpus;
 }
+
+// Forks of this process and of its parents since the first helper was started.
+std::atomic<uint32_t> forks{0};
 
 // Looks until ready() or the time is over; returns ready().
 template <class F>
@@ -60,25 +75,39 @@ constexpr uint64_t share_word(uint32_t loop, int64_t next, int64_t end) {
 
 }  // namespace
 
+int64_t nanoseconds() noexcept {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{1000000000} * now.tv_sec + now.tv_nsec;
+}
+
 Team* Team::current() noexcept { return leading_team; }
 bool Team::in_chunk() noexcept { return inside_chunk; }
 
 Team::Team(int64_t threads) : threads_(threads), shares_(new Share[static_cast<size_t>(threads)]) {}
 
-Team::Leading::Leading(Team& t) : team(t) { leading_team = &team; }
-
-Team::Leading::~Leading() {
-  leading_team = nullptr;
-  team.over_.store(true, std::memory_order_release);
-  team.loop_.fetch_add(1, std::memory_order_seq_cst);
-  if (team.asleep_.load(std::memory_order_seq_cst) > 0) futex_wake(team.loop_, INT_MAX);
+Team::Leading::Leading(Team& t) : team(t) {
+  leading_team = &team;
+  team.leads_.fetch_add(1, std::memory_order_relaxed);
 }
 
-void Team::help(int64_t index) noexcept {
-  uint32_t seen = 0;
+Team::Leading::~Leading() { leading_team = nullptr; }
+
+void Team::end() noexcept {
+  over_.store(true, std::memory_order_release);
+  loop_.fetch_add(1, std::memory_order_seq_cst);
+  if (asleep_.load(std::memory_order_seq_cst) > 0) futex_wake(loop_, INT_MAX);
+}
+
+void Team::help(int64_t index, pid_t twin) noexcept {
+  uint32_t seen = 0, lead = 0;
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
   while (!over_.load(std::memory_order_acquire)) {
     if (spin([&] { return loop_.load(std::memory_order_acquire) != seen; })) {
       seen = loop_.load(std::memory_order_acquire);
+      const uint32_t now = leads_.load(std::memory_order_relaxed);
+      if (twin != 0 && std::exchange(lead, now) != now) follow(twin, cpus);
       drain(index);
       continue;
     }
@@ -160,6 +189,61 @@ void Team::wait_for_chunks(uint32_t chunks) noexcept {
   for (uint32_t seen; (seen = done_.load(std::memory_order_seq_cst)) != chunks;)
     futex_wait(done_, seen);
   waiting_.store(false, std::memory_order_relaxed);
+}
+
+Helpers& Helpers::mine() noexcept {
+  thread_local Helpers helpers;
+  return helpers;
+}
+
+Helpers::~Helpers() { stop(); }
+
+bool Helpers::wanted() const noexcept { return until_ != 0 && nanoseconds() < until_; }
+
+void Helpers::late() noexcept {
+  const int64_t now = nanoseconds();
+  const bool again = now < until_ + length_;  // soon after the last time was over
+  length_ = again ? std::min(2 * length_, kLastLength) : kFirstLength;
+  until_ = now + length_;
+}
+
+Team* Helpers::team(int64_t threads) const noexcept {
+  const bool here = forks_ == forks.load(std::memory_order_relaxed);
+  return here && threads == threads_ ? team_.get() : nullptr;
+}
+
+bool Helpers::start(const std::vector<pid_t>& twins) {
+  stop();
+  if (std::adjacent_find(twins.begin(), twins.end()) != twins.end()) return false;
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  const auto threads = static_cast<int64_t>(twins.size());
+  const auto team = std::make_shared<Team>(threads);
+  // Signals are for the threads of the program.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    for (int64_t i = 1; i < threads; ++i)
+      std::thread([team, i, twin = twins[static_cast<size_t>(i)]] {
+        team->help(i, twin);
+      }).detach();
+    team_ = team;
+    threads_ = threads;
+    forks_ = forks.load(std::memory_order_relaxed);
+  } catch (const std::system_error&) {
+    team->end();
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return team_ != nullptr;
+}
+
+// The threads may outlast this by a moment: the team is theirs too. In the child of a fork there
+// are none, and their places in the team are lost with it.
+void Helpers::stop() noexcept {
+  if (team_) team_->end();
+  team_.reset();
+  threads_ = 0;
 }
 
 }  // namespace ipex

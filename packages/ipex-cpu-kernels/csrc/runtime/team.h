@@ -7,12 +7,18 @@
 // has a core claims the next ones: its own share first, so that it reads the memory that it read in
 // the last run, then what is left of the other shares. A loop ends when its chunks are done; a
 // thread that has claimed nothing is not waited for.
+//
+// The region itself still ends as OpenMP says. Where that takes long, threads of our own help for a
+// while, whose end the caller does not wait for: Helpers.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <vector>
+
+#include <sys/types.h>
 
 namespace ipex {
 
@@ -27,16 +33,20 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // Calls f() in the calling thread, whose loops are for the team meanwhile, and sends the helpers
-  // away. It need not wait for any: what none has claimed is done by the others.
+  // Calls f() in the calling thread, whose loops are for the team meanwhile. It waits for no
+  // helper: what none has claimed is done by the others.
   template <class F>
   void lead(const F& f) noexcept(noexcept(f())) {
     const Leading leading(*this);
     f();
   }
 
-  // Takes part until lead() ends, at once if it has ended. `index` from 1 on, one for each helper.
-  void help(int64_t index) noexcept;
+  // Takes part until end(). `index` from 1 on, one for each helper. `twin` is a thread whose
+  // affinity the calling one takes whenever a new lead() begins, 0 for none.
+  void help(int64_t index, pid_t twin = 0) noexcept;
+
+  // Sends the helpers away, and those that come later.
+  void end() noexcept;
 
   // Calls body for ranges that cover [0, n) once, about `grain` or more at a time. For the leading
   // thread. Rethrows the first exception.
@@ -77,9 +87,51 @@ class Team {
 
   alignas(64) std::atomic<uint32_t> loop_{0};  // number of the loop; helpers sleep on it
   std::atomic<uint32_t> asleep_{0};
+  std::atomic<uint32_t> leads_{0};
   std::atomic<bool> over_{false};
   alignas(64) std::atomic<uint32_t> done_{0};  // chunks; the leading thread sleeps on it
   std::atomic<bool> waiting_{false};
 };
+
+// Threads of our own in place of torch's, for loops of the calling thread.
+//
+// Torch's come first, since the rest of the process runs on them: they spin for milliseconds after
+// each region and would share their cores with ours. Only where a region of theirs kept its caller
+// waiting, since other processes have the cores, ours take their places for a while.
+class Helpers {
+ public:
+  // More than it takes to wake a thread of a quiet machine, less than a time slice.
+  static constexpr int64_t kLate = 1000000;
+
+  Helpers() = default;
+  ~Helpers();
+  Helpers(const Helpers&) = delete;
+  Helpers& operator=(const Helpers&) = delete;
+
+  // The helpers of the calling thread.
+  static Helpers& mine() noexcept;
+
+  // Whether a region of torch's threads was late a short while ago.
+  bool wanted() const noexcept;
+  // A region of torch's threads kept the calling thread waiting for kLate or longer.
+  void late() noexcept;
+
+  // The team of `threads` threads that start() made, or nullptr.
+  Team* team(int64_t threads) const noexcept;
+  // Starts a thread for each but the first of `twins`, the threads of torch's that they stand for,
+  // whose affinity they follow. False if the system refuses or a thread is there twice.
+  bool start(const std::vector<pid_t>& twins);
+
+ private:
+  void stop() noexcept;
+
+  std::shared_ptr<Team> team_;
+  int64_t threads_ = 0;
+  uint32_t forks_ = 0;
+  int64_t until_ = 0, length_ = 0;  // nanoseconds
+};
+
+// The clock that nothing sets, in nanoseconds.
+int64_t nanoseconds() noexcept;
 
 }  // namespace ipex

@@ -4,6 +4,7 @@
 #include "runtime/team.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 
 namespace {
 
+using ipex::Helpers;
 using ipex::Team;
 
 std::atomic<int> failures{0};
@@ -35,9 +37,11 @@ void with_team(int threads, const F& f) {
   try {
     team.lead(f);
   } catch (...) {
+    team.end();
     for (std::thread& helper : helpers) helper.join();
     throw;
   }
+  team.end();
   for (std::thread& helper : helpers) helper.join();
 }
 
@@ -135,6 +139,7 @@ void no_helpers() {
   std::atomic<int64_t> sum{0};
   team.lead([&] { loop(100, 1, [&](int64_t begin, int64_t end) { sum += end - begin; }); });
   expect(sum == 100, "a loop without helpers");
+  team.end();
   team.help(1);
 }
 
@@ -168,6 +173,92 @@ void two_callers(int first, int second) {
   for (std::thread& caller : callers) caller.join();
 }
 
+// The threads of a process but the calling one, as twins for helpers.
+struct Sleepers {
+  explicit Sleepers(int count) : ids(static_cast<size_t>(count) + 1) {
+    ids[0] = id();
+    for (int i = 1; i <= count; ++i)
+      threads.emplace_back([this, i] {
+        ids[static_cast<size_t>(i)] = id();
+        ++started;
+        while (!stop) usleep(1000);
+      });
+    while (started < count) usleep(100);
+  }
+  ~Sleepers() {
+    stop = true;
+    for (std::thread& thread : threads) thread.join();
+  }
+  static pid_t id() { return static_cast<pid_t>(syscall(SYS_gettid)); }
+
+  std::vector<pid_t> ids;
+  std::atomic<bool> stop{false};
+  std::atomic<int> started{0};
+  std::vector<std::thread> threads;
+};
+
+// Loops of a team of helpers, with two callers at once.
+void with_helpers(int threads) {
+  const Sleepers twins(threads - 1);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 2; ++i)
+    callers.emplace_back([&] {
+      Helpers& helpers = Helpers::mine();
+      expect(!helpers.wanted() && !helpers.team(threads), "no helpers before a late region");
+      helpers.late();
+      expect(helpers.wanted(), "helpers after a late region");
+      expect(helpers.start(twins.ids), "helpers start");
+      Team* const team = helpers.team(threads);
+      expect(team && !helpers.team(threads + 1), "a team of as many threads");
+      for (int run = 0; run < 100; ++run)
+        team->lead([&] {
+          for (const int64_t n : {3, 100}) {
+            std::atomic<int64_t> sum{0};
+            loop(n, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
+            expect(sum == n, "each index once with helpers");
+          }
+          if (run % 20 == 0) usleep(500);  // the helpers sleep
+        });
+      try {
+        team->lead(
+            [&] { loop(9, 1, [](int64_t, int64_t) { throw std::runtime_error("chunk"); }); });
+        expect(false, "an exception of a chunk of helpers");
+      } catch (const std::runtime_error&) {
+      }
+      expect(helpers.start(twins.ids) && helpers.team(threads), "others in their place");
+    });
+  for (std::thread& caller : callers) caller.join();
+}
+
+// A helper has the affinity of the thread that it stands for, also when that one changes.
+void helpers_follow() {
+  cpu_set_t all, one;
+  sched_getaffinity(0, sizeof all, &all);
+  CPU_ZERO(&one);
+  for (int cpu = 0; CPU_COUNT(&one) == 0; ++cpu)
+    if (CPU_ISSET(cpu, &all)) CPU_SET(cpu, &one);
+  const Sleepers twins(1);
+  Helpers& helpers = Helpers::mine();
+  expect(helpers.start(twins.ids), "a helper starts");
+  for (const cpu_set_t& want : {one, all, one}) {
+    sched_setaffinity(twins.ids[1], sizeof want, &want);
+    helpers.team(2)->lead([&] {
+      std::atomic<int> arrived{0};
+      const auto caller = std::this_thread::get_id();
+      loop(2, 1, [&](int64_t, int64_t) {
+        ++arrived;
+        for (int i = 0; i < 30000 && arrived < 2; ++i) usleep(1000);
+        cpu_set_t found;
+        sched_getaffinity(0, sizeof found, &found);
+        if (std::this_thread::get_id() != caller)
+          expect(CPU_EQUAL(&found, &want), "a helper follows its twin");
+      });
+      expect(arrived == 2, "the helper came");
+    });
+  }
+  expect(!helpers.start({twins.ids[0], twins.ids[0]}) && !helpers.team(2), "a thread twice");
+}
+
 // More threads than the CPUs that they may use.
 void oversubscribed() {
   cpu_set_t before, one;
@@ -182,6 +273,7 @@ void oversubscribed() {
     sleepers(threads);
   }
   two_callers(3, 8);
+  with_helpers(8);
   expect(sched_setaffinity(0, sizeof before, &before) == 0, "the affinity is set back");
 }
 
@@ -220,12 +312,18 @@ void after_fork() {
   expect(in_child(run) == 0, "a run in the child of a process that runs meanwhile");
   stop = true;
   other.join();
+  const Sleepers twins(1);
+  Helpers& helpers = Helpers::mine();
+  expect(helpers.start(twins.ids) && helpers.team(2), "a helper starts before a fork");
+  const auto child = [] { expect(!Helpers::mine().team(2), "no helpers in a child"); };
+  expect(in_child(child) == 0, "a child of a process with helpers");
 #endif
 }
 
 }  // namespace
 
 int main() {
+  after_fork();  // first: helpers end some time after their team
   for (int threads = 1; threads <= 8; ++threads) {
     each_index_once(threads, 300);
     exceptions(threads);
@@ -235,8 +333,10 @@ int main() {
   woken();
   no_helpers();
   two_callers(4, 4);
+  with_helpers(2);
+  with_helpers(8);
+  helpers_follow();
   oversubscribed();
-  after_fork();
   std::printf("%d failures\n", failures.load());
   return failures.load() > 0;
 }

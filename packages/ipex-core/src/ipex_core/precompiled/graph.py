@@ -134,6 +134,7 @@ def fuse(
     _clean(module.graph)
     _fold_batch_norms(module, report)
     _widen_convolutions(module.graph, report)
+    _flatten_transposed(module, report)
     fold_constants(module, leave=PURE)  # the passes know weights through these
     run_passes(module.graph, report, (), disabled, always)
     fold_constants(module)
@@ -419,6 +420,51 @@ def _widen_convolutions(graph: fx.Graph, report: GraphReport) -> None:
         line = ctx.call(node, aten.squeeze.dim, (wide, 2))
         node.replace_all_uses_with(line)
         graph.erase_node(node)
+
+
+def _flatten_transposed(module: fx.GraphModule, report: GraphReport) -> None:
+    """Write transposed convolutions whose windows lie side by side as convolutions of single places.
+
+    A window that is as large as its step gives each place of ``x`` a block of the result of its own.
+    """
+    ctx = Context(module.graph, set(), report, always=True)
+    for node in ctx.nodes(aten.convolution.default):
+        given: tuple[Any, ...] = node.args
+        x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = given
+        plain, offset = _constant(module, weight), _constant(module, bias)
+        value = val(x)
+        if plain is None or value is None or value.dim() != 4 or not transposed or groups != 1:
+            continue
+        rows, columns = plain.shape[2:]
+        apart = list(stride) == [rows, columns] and not any((*padding, *output_padding))
+        if not apart or list(dilation) != [1, 1] or (offset is None) != (bias is None):
+            continue
+        # The channels of the result innermost, as kernels like them.
+        out = plain.shape[1]
+        flat = plain.permute(2, 3, 1, 0).reshape(-1, plain.shape[0], 1, 1)
+        tensors = [flat] if offset is None else [flat, offset.repeat(rows * columns)]
+        with module.graph.inserting_before(node):
+            held = [add_constant(module, module.graph, one) for one in tensors]
+        for one, tensor in zip(held, tensors, strict=True):
+            one.meta["val"] = _fake(ctx, tensor)
+        n, height, width = (
+            size if isinstance(size, int) else ctx.call(node, aten.sym_size.int, (x, dim))
+            for dim, size in enumerate(value.shape)
+            if dim != 1
+        )
+        lines, line = (
+            one * by if isinstance(one, int) else ctx.call(node, operator.mul, (one, by))
+            for one, by in ((height, rows), (width, columns))
+        )
+        args = (x, held[0], held[1] if len(held) > 1 else None, [1, 1], [0, 0], [1, 1])
+        places = ctx.call(node, aten.convolution.default, (*args, False, [0, 0], 1))
+        sizes = [n, rows, columns, out, height, width]
+        blocks = ctx.call(node, aten.reshape.default, (places, sizes))
+        ordered = ctx.call(node, aten.permute.default, (blocks, [0, 4, 1, 5, 2, 3]))
+        whole = ctx.call(node, aten.reshape.default, (ordered, [n, lines, line, out]))
+        image = ctx.call(node, aten.permute.default, (whole, [0, 3, 1, 2]))
+        node.replace_all_uses_with(image)
+        module.graph.erase_node(node)
 
 
 def _view_whole_lookups(module: fx.GraphModule, report: GraphReport) -> None:

@@ -539,6 +539,13 @@ def _split(low: _Lowering, node: fx.Node) -> Any:
     return tuple(parts)
 
 
+@_rule(aten.unbind.int)
+def _unbind(low: _Lowering, node: fx.Node) -> Any:
+    a = _arguments(node)
+    x = low.register(a["self"])
+    return tuple(low.builder.call("select", x, a["dim"], i) for i in range(len(node.meta["val"])))
+
+
 @_rule(*_SAME)
 def _same(low: _Lowering, node: fx.Node) -> Any:
     return low.register(node.args[0])
@@ -651,6 +658,22 @@ def _depthwise(low: _Lowering, node: fx.Node) -> Any:
     )
 
 
+@_rule(aten.native_group_norm.default)
+def _group_norm(low: _Lowering, node: fx.Node) -> Any:
+    a = _arguments(node)
+    found = val(a["input"])
+    if found is None or found.dtype not in FLOATS or not isinstance(a["group"], int):
+        raise _Unfit
+    if any(user.target is operator.getitem and user.args[1] != 0 for user in node.users):
+        raise _Unfit
+    affine = [
+        None if one is None else low.builder.call("cast", low.register(one), torch.float32)
+        for one in (a["weight"], a["bias"])
+    ]
+    x = low.register(a["input"])
+    return (low.builder.call("group_norm", x, a["group"], *affine, float(a["eps"])),)
+
+
 @_rule(
     aten.upsample_bilinear2d.vec,
     aten.upsample_bilinear2d.default,
@@ -712,6 +735,7 @@ _VIEWS = frozenset(
         aten.squeeze.dims,
         aten.slice.Tensor,
         aten.select.int,
+        aten.unbind.int,
         aten.split_with_sizes.default,
         aten.split.Tensor,
         aten.clone.default,

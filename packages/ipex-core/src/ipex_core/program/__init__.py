@@ -154,7 +154,7 @@ class ProgramBuilder:
                 ``select(x, dim, index)``, ``contiguous(x)``, ``channels_last(x)``,
                 ``pointwise(inputs, code, constants, dtype)``, ``cat(tensors, dim)``,
                 ``pad(x, padding, value)``, ``max_pool2d(...)``, ``avg_pool2d(...)``,
-                ``mean(x, dims, keepdim)``, ``sum``, ``amax``.
+                ``group_norm(x, groups, weight, bias, eps)``, ``mean(x, dims, keepdim)``, ``sum``, ``amax``.
             args: Arguments as in the op's schema: registers for tensors, registers of `input_int` or
                 numbers for integers, ``None`` where the schema allows it.
             kwargs: Arguments by name; missing ones get the schema's default.

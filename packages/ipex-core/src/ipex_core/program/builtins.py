@@ -221,6 +221,11 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
             tensors.depthwise_convolution,
             check=tensors.check_depthwise_convolution,
         ),
+        "group_norm": Builtin(
+            "(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+            tensors.group_norm,
+            check=tensors.check_group_norm,
+        ),
         "upsample_bilinear2d": Builtin(
             "(Tensor x, int height, int width, bool align_corners, float scale_h, float scale_w)"
             " -> Tensor",

@@ -351,6 +351,48 @@ def depthwise_convolution(
     return activate(y, activation).to(x.dtype).contiguous(memory_format=torch.channels_last)
 
 
+# --- normalization ---------------------------------------------------------------------------------------------------
+
+
+def check_group_norm(x: Any, groups: Any, weight: Any, bias: Any, eps: float) -> None:
+    """Check the arguments of `group_norm`."""
+    check(not _known(groups) or groups > 0, "group_norm", "groups", "be positive", groups)
+
+
+def group_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Normalize each of ``groups`` groups of channels of ``x`` [N, C, ...]; see `torch.nn.GroupNorm`.
+
+    ``weight`` and ``bias`` are float32 [C]. The result is computed in float32, rounded once, and has the memory format
+    of ``x``.
+    """
+    op = "group_norm"
+    check_group_norm(x, groups, weight, bias, eps)
+    check_tensor(op, "x", x, min_dim=2)
+    channels = x.shape[1]
+    wanted = f"have a multiple of groups = {groups} channels"
+    check(channels > 0 and channels % groups == 0, op, "x", wanted, list(x.shape))
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            wanted = f"be contiguous of shape {[channels]}"
+            check(
+                value.dtype == torch.float32,
+                op,
+                name,
+                "have dtype float32",
+                dtype_name(value.dtype),
+            )
+            right = list(value.shape) == [channels] and value.is_contiguous()
+            check(right, op, name, wanted, list(value.shape))
+    y = torch.nn.functional.group_norm(x.float(), groups, weight, bias, eps)
+    return y.to(x.dtype).contiguous(memory_format=_format(x))
+
+
 # --- upsampling -----------------------------------------------------------------------------------------------------
 
 

@@ -150,6 +150,10 @@ class Kernels {
 // How many loops of the calling thread went to several threads.
 int64_t& parallel_loops() noexcept;
 
+// Runs body for ranges that cover [0, n) on torch's threads, or on helpers of our own in their
+// place.
+void spread(int64_t n, int64_t grain, Team::Body body, const void* context);
+
 // Runs f(begin, end) over [0, n) on the team of the running program, or else on torch's threads; at
 // least `grain` items go to one thread.
 template <class F>
@@ -158,31 +162,19 @@ void parallel_for(int64_t n, int64_t grain, const F& f) {
   // No region for work that one thread does faster, and none within another.
   if (n <= grain || Team::in_chunk()) return f(int64_t{0}, n);
   ++parallel_loops();
-  Team* const team = Team::current();
-  if (!team) return torch::stable::parallel_for(0, n, grain, f);
   const auto body = [](int64_t begin, int64_t end, const void* context) {
     (*static_cast<const F*>(context))(begin, end);
   };
-  team->run(n, grain, body, &f);
+  if (Team* const team = Team::current()) return team->run(n, grain, body, &f);
+  spread(n, grain, body, &f);
 }
 
-// Calls f() with one parallel region around it, whose threads share the parallel loops in f.
+// Calls f(context) with one parallel region around it, whose threads share the parallel loops in f.
+void with_team(void (*f)(const void* context), const void* context);
+
 template <class F>
 void with_team(const F& f) {
-  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  if (threads < 2 || threads > Team::kMaxThreads || Team::current() || Team::in_chunk()) return f();
-  Team team(threads);
-  // torch would pass on the text of an exception, but not its type.
-  std::exception_ptr error;
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t index, int64_t) {
-    if (index > 0) return team.help(index);
-    try {
-      team.lead(f);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  });
-  if (error) std::rethrow_exception(error);
+  with_team([](const void* context) { (*static_cast<const F*>(context))(); }, &f);
 }
 
 }  // namespace ipex
