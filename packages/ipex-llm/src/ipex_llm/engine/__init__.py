@@ -50,7 +50,15 @@ from ipex_llm.engine.params import (
     TokenLogprobs,
 )
 from ipex_llm.engine.ranks import follow, lead
-from ipex_llm.engine.request import Batch, BlockTables, Request, Run, TextStream, verify
+from ipex_llm.engine.request import (
+    Batch,
+    BlockTables,
+    Request,
+    Run,
+    TextStream,
+    verify,
+    whole_tokens,
+)
 from ipex_llm.engine.scheduler import BlockPool, Scheduler
 from ipex_llm.engine.speculation import Speculation, SpeculativeConfig, draft_runner, proposer
 from ipex_llm.kv_cache import CacheMemoryError
@@ -160,6 +168,8 @@ class Engine:
         self.max_lora_rank = max_lora_rank
         self._loras = Loras(self.runner, max_loras)
         self.tokenizer = tokenizer
+        #: Texts of tokens, with special tokens as nothing or not.
+        self._texts = {skip: whole_tokens(tokenizer) for skip in (False, True)}
         self.max_num_seqs = max_num_seqs
         self.vocab_size: int = self.runner.vocab_size
         context: int = self.runner.plan.max_positions
@@ -265,6 +275,7 @@ class Engine:
                     tokens[-_TEXT_CONTEXT:],
                     params.include_stop,
                     params.skip_special_tokens,
+                    self._texts[params.skip_special_tokens],
                 )
             ends = frozenset() if params.ignore_eos else self.eos_token_ids
         request = Request(request_id, tokens, params, limit, ends, stream)
