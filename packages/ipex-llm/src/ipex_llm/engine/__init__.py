@@ -460,7 +460,10 @@ class Engine:
         for request, run in done:
             outputs += self._extend(request, run)
         outputs += map(self._finish_pooled, pooled)
-        if self._proposer is not None:
+        if self._proposer is None:
+            # At once: there is time until the next step, in which the model needs all cores.
+            self._masks.begin([(request, 1) for request, _ in done if request.row >= 0])
+        else:
             for request, _ in chosen:
                 self._scheduler.trim(request)
         return outputs
@@ -519,7 +522,7 @@ class Engine:
         adapters = adapters_of_rows(numbers, batch.starts)
         if adapters is not None:
             options["adapters"] = adapters
-        self._masks.begin(chosen)  # not before: until here their threads would wait for this one
+        self._masks.begin(chosen)
         result = self.runner.forward(
             self._cache,
             batch.tokens,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any
 
 from ipex_llm.engine.request import Request
 
@@ -13,8 +14,8 @@ __all__ = ["Masks"]
 
 #: Seconds that a step waits for the tokens that a grammar allows, where it has nothing else to do.
 _PATIENCE = 0.05
-#: Seconds for one place, above which a grammar is slow.
-_SLOW = 0.005
+#: Seconds of a job, above which the grammars in it are slow.
+_SLOW = 0.01
 
 Chosen = Sequence[tuple[Request, int]]
 
@@ -22,8 +23,8 @@ Chosen = Sequence[tuple[Request, int]]
 class Masks:
     """The masks of all requests of an engine.
 
-    Those of a step are found one after the other by one job: a job for each would take longer than most masks. A
-    grammar that has been slow once has jobs of its own, in another thread, so that no other request waits for it.
+    Those of a step are found by one job: a job for each would take longer than most masks. A grammar that has been slow
+    has a job of its own, in another thread, so that no other request waits for it.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,11 @@ class Masks:
         return found
 
     def begin(self, chosen: Chosen) -> None:
-        """Begin to find the masks of the requests that get a token in this step."""
+        """Begin to find the masks of the requests that get a token next.
+
+        Args:
+            chosen: Requests with the number of tokens that each computes.
+        """
         wanted = [
             request
             for request, count in chosen
@@ -89,8 +94,21 @@ class Masks:
 
 
 def _fill(requests: Sequence[Request]) -> None:
-    for request in requests:
-        assert request.matcher is not None
+    begun = time.monotonic()
+    matchers: list[Any] = [request.matcher for request in requests]
+    together = getattr(type(matchers[0]), "fill_together", None)
+    if together is not None and len(requests) > 1 and not any(r.drafts for r in requests):
+        together(matchers)
+        _note(requests, begun)
+        return
+    for request, matcher in zip(requests, matchers, strict=True):
         begun = time.monotonic()
-        request.matcher.fill(tuple(request.drafts))
-        request.slow = request.slow or time.monotonic() - begun > _SLOW
+        matcher.fill(tuple(request.drafts))
+        _note([request], begun)
+
+
+def _note(requests: Sequence[Request], begun: float) -> None:
+    """Note whether masks took long; of several it shows next time which one."""
+    slow = time.monotonic() - begun > _SLOW
+    for request in requests:
+        request.slow = slow
