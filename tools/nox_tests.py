@@ -14,6 +14,7 @@ import generate_isa
 from nox_common import (
     BUILD_TOOLS,
     CLIENTS,
+    DIST,
     INTEGRATIONS,
     PACKAGES,
     ROOT,
@@ -70,6 +71,20 @@ def clients(session: nox.Session) -> None:
     traces = "packages/ipex-llm/tests/entrypoints/test_serve_traces.py"
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     session.run("pytest", "tests/test_clients.py", traces, *session.posargs, env=offline)
+
+
+@nox.session(default=False, requires=["wheels_native"])
+def kernel_hub(session: nox.Session) -> None:
+    """Write the repository for Hugging Face's kernels to dist/kernel-hub, and test it."""
+    prepare(session)
+    # The last releases that know each other.
+    tools = (*TEST_TOOLS, "kernels==0.17.2", "transformers==5.22.0")
+    install_wheels(session, PACKAGES, *tools, extras="[cpu]")
+    target = DIST / "kernel-hub"
+    shutil.rmtree(target, ignore_errors=True)
+    session.run("python", "-m", "ipex_llm.integrations.kernel_hub", str(target))
+    tests = "packages/ipex-llm/tests/integrations/test_kernel_hub.py"
+    session.run("pytest", tests, *session.posargs, env={"HF_HUB_OFFLINE": "1"})
 
 
 #: What tests of IPEX import beside torch; of the other packages, those that lack are told by the table.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import secrets
 import time
 from array import array
@@ -37,6 +38,8 @@ class TextStream:
         context: Tokens in front of the first, whose text is not part of the stream.
         include_stop: The stop string that ends the stream is part of it.
         skip_special: Special tokens have no text.
+        known: Texts of single tokens, which streams of the same tokenizer share; see `whole_tokens`. None: the text
+            of a token is always decoded with the tokens in front of it.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class TextStream:
         context: Sequence[int] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        known: dict[int, str] | None = None,
     ) -> None:
         self._decode = _decoder(tokenizer, skip_special)
+        self._known = known
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._tokens = list(context)
@@ -65,12 +70,32 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        self._tokens.append(token)
-        return self._search(self._piece(last), last)
+        tokens = self._tokens
+        tokens.append(token)
+        piece = None
+        if self._known is not None and self._done == len(tokens) - 1:  # no bytes are left over
+            piece = self._known.get(token)
+            if piece is None:
+                piece = self._whole(token)
+        if piece is None:
+            piece = self._piece(last)
+        else:
+            self._start = self._done
+            self._done += 1
+        return self._search(piece, last) if self._stop else piece
 
     def finish(self) -> str:
         """Return what was held back, when nothing comes any more."""
         return "" if self.stopped else self._search(self._piece(True), True)
+
+    def _whole(self, token: int) -> str | None:
+        """Return the text of a token if it is whole characters, or none."""
+        assert self._known is not None
+        text = self._decode([token])
+        if _UNFINISHED in text:
+            return None
+        self._known[token] = text
+        return text
 
     def _piece(self, last: bool) -> str:
         before = self._decode(self._tokens[self._start : self._done])
@@ -119,6 +144,19 @@ def _decoder(tokenizer: Any, skip_special: bool) -> Callable[[list[int]], str]:
     return functools.partial(found.decode, skip_special_tokens=skip_special)
 
 
+def whole_tokens(tokenizer: Any) -> dict[int, str] | None:
+    """Return an empty table for the ``known`` of `TextStream`; None where the text of tokens depends on each other.
+
+    Where tokens are bytes and nothing else, the text of tokens that are whole characters is the text of each.
+    """
+    if not _plain(tokenizer):
+        return None
+    from tokenizers.decoders import ByteLevel
+
+    decoder = getattr(getattr(tokenizer, "_tokenizer", None), "decoder", None)
+    return {} if isinstance(decoder, ByteLevel) else None
+
+
 def _plain(tokenizer: Any) -> bool:
     """Return whether a tokenizer of transformers gives what its library gives."""
     for name in ("decode", "_decode"):
@@ -142,6 +180,9 @@ def block_key(before: bytes, tokens: Sequence[int]) -> bytes:
 #: vocabulary take memory.
 _SCORED = 128
 
+#: Random numbers that are drawn at a time.
+_DRAWN = 32
+
 
 class Request:
     """One request: its tokens, how many of them are in the cache, and where.
@@ -151,6 +192,7 @@ class Request:
         whole: Whether all tokens of the prompt must be computed, so that no shared prefix is of use.
         prompt_logprobs: Of the tokens of the prompt after the first, as far as they are computed.
         mask: Finds the tokens that the grammar allows behind the last one.
+        slow: Whether that took long the last time.
         vector: Of a request for a vector: the state, or the sum of the states, as far as they are computed.
         tokens: Prompt and output.
         computed: The first so many tokens are in the cache.
@@ -181,6 +223,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.vector: torch.Tensor | None = None
         self.mask: Future[None] | None = None
+        self.slow = False
         self.matcher = None if params.grammar is None else params.grammar.matcher()
         self.id = request_id
         self.prompt_length = len(prompt)
@@ -205,6 +248,15 @@ class Request:
         self.arrived = time.monotonic()
         self.admitted = self.arrived
         self.first_token_at: float | None = None
+        #: What rows must share to be sampled by one call; None for the most likely token.
+        self.group = None
+        if not params.greedy:
+            limits = (params.top_k, float(params.top_p), float(params.min_p))
+            self.group = (float(params.temperature), *limits)
+        #: Whether logits of this request may be changed before a token is chosen.
+        self.changed = (
+            params.penalized or bool(params.logit_bias or params.min_new_tokens)
+        ) or self.matcher is not None
         self._generator: torch.Generator | None = None
         self._noise: deque[float] = deque()
 
@@ -266,7 +318,8 @@ class Request:
             self._generator = torch.Generator()
             self._generator.manual_seed(secrets.randbits(63) if seed is None else seed)
         while len(self._noise) <= ahead:
-            self._noise.append(float(torch.rand((), generator=self._generator)))
+            # Several at once are those that single draws give, and take as long as one.
+            self._noise += torch.rand(_DRAWN, generator=self._generator).tolist()
         return self._noise[ahead]
 
     def append(self, token: int) -> None:
@@ -324,10 +377,9 @@ class BlockTables:
 
     def _update(self, request: Request) -> None:
         blocks = request.blocks
-        if request.written < len(blocks):
-            fresh = torch.tensor(blocks[request.written :], dtype=torch.int32)
-            self._table[request.row, request.written : len(blocks)] = fresh
-            request.written = len(blocks)
+        fresh = torch.tensor(blocks[request.written :], dtype=torch.int32)
+        self._table[request.row, request.written : len(blocks)] = fresh
+        request.written = len(blocks)
 
     def arguments(
         self, spans: Sequence[tuple[Request, int, Sequence[int]]]
@@ -343,12 +395,19 @@ class BlockTables:
         slots: list[int] = []
         starts, lengths = [0], []
         for request, first, part in spans:
-            self._update(request)
-            last = first + len(part)
-            tokens += part
-            positions += range(first, last)
             blocks = request.blocks
-            slots += [blocks[at // size] * size + at % size for at in range(first, last)]
+            if request.written < len(blocks):
+                self._update(request)
+            if len(part) == 1:
+                last = first + 1
+                tokens.append(part[0])
+                positions.append(first)
+                slots.append(blocks[first // size] * size + first % size)
+            else:
+                last = first + len(part)
+                tokens += part
+                positions += range(first, last)
+                slots += [blocks[at // size] * size + at % size for at in range(first, last)]
             starts.append(len(tokens))
             lengths.append(last)
         width = -(-max(lengths) // size)
@@ -420,6 +479,8 @@ def verify(requests: Sequence[Request], logits: Tensor) -> list[Run]:
     """
     places = [Place(r, ahead) for r in requests for ahead in range(1 + len(r.drafts))]
     chosen = choose(places, logits)
+    if len(places) == len(requests) and all(r.params.logprobs is None for r in requests):
+        return [[(token, None)] for token in chosen]
     found: list[Run] = []
     at = 0
     for request in requests:
@@ -449,7 +510,9 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
     Returns:
         R tokens; None for a row that no token can be chosen from, since it has NaN or infinity or no finite number.
     """
-    if any(_changed(place, rules) for place in places):
+    if any(place.request.changed for place in places) and any(
+        _changed(place, rules) for place in places
+    ):
         # Log probabilities are what the model said.
         if any(place.request.params.logprobs is not None for place in places):
             logits = logits.clone()
@@ -458,32 +521,21 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
                 _change(place, row, rules)
     best = torch.ops.ipex.argmax(logits)
     # The maximum is NaN if anything is.
-    usable = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite().tolist()
-    groups: dict[tuple[float, int, float, float] | None, list[int]] = {}
+    highest = logits.gather(-1, best.unsqueeze(-1)).flatten().tolist()
+    chosen: list[int | None] = best.tolist()
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, place in enumerate(places):
-        if not usable[row]:
-            continue
-        groups.setdefault(_group(place.request.params), []).append(row)
-    chosen: list[int | None] = [None] * len(places)
+        if not math.isfinite(highest[row]):
+            chosen[row] = None
+        elif place.request.group is not None:
+            groups.setdefault(place.request.group, []).append(row)
     for group, rows in groups.items():
         part = logits if len(rows) == len(places) else logits[rows]
-        if group is None:
-            tokens = best[rows]
-        else:
-            noise = [places[row].request.noise(places[row].ahead) for row in rows]
-            tokens = torch.ops.ipex.sample_token(
-                part, torch.tensor(noise, dtype=torch.float32), *group
-            )
+        noise = [places[row].request.noise(places[row].ahead) for row in rows]
+        tokens = torch.ops.ipex.sample_token(part, torch.tensor(noise, dtype=torch.float32), *group)
         for row, value in zip(rows, tokens.tolist(), strict=True):
             chosen[row] = value
     return chosen
-
-
-def _group(params: SamplingParams) -> tuple[float, int, float, float] | None:
-    """Return what rows must share to be sampled by one call; None for the most likely token."""
-    if params.greedy:
-        return None
-    return float(params.temperature), params.top_k, float(params.top_p), float(params.min_p)
 
 
 def _changed(place: Place, rules: bool) -> bool:

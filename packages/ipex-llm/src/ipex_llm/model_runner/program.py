@@ -674,7 +674,7 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     quantized = isinstance(up, WoqLinearModule)
     if quantized:  # small; products of single heads have no quantized form
         weight = up.dequantize(store.dtype)
-        store._own.append((up, "packed_weight", up._buffers["packed_weight"]))
+        store._own.append((up, "packed_weight", up.packed()))
     else:
         check_packable([up])
         _unpack(up)

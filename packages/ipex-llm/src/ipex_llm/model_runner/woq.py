@@ -78,9 +78,9 @@ class _Borrowed(WoqLinearModule):
         with _Own(self):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def set_weight(self, weight: QuantizedWeight) -> None:
+    def set_weight(self, weight: QuantizedWeight, later: bool = False) -> None:
         give_back(self, keep=False)
-        self.set_weight(weight)
+        self.set_weight(weight, later)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         give_back(self)  # it has its own class again
@@ -119,7 +119,7 @@ def combine(
     modes = {"lowp_mode": lowp, "act_quant_mode": act}
     if len(modules) == 1 and not gated and order is None:
         bias = modules[0].bias
-        packed = modules[0]._buffers["packed_weight"]
+        packed = modules[0].packed()
         return packed, None if bias is None else bias.detach(), modes, []
     found = combine_linears(modules, order, gated)
     if found is None:
@@ -154,6 +154,7 @@ def lend(
 def _lend(module: WoqLinearModule, part: _Part) -> None:
     update(module, part=part)
     swap(module, _Borrowed)
+    module._later = None
     module._buffers["packed_weight"] = None
 
 

@@ -46,6 +46,7 @@ from ipex_llm.optimization.request import Request, checked
 from ipex_llm.patch import attach_decoder, attach_layers, optimize_rest, share_random
 from ipex_llm.patch.encoder_decoder import attach_pair, find_pair
 from ipex_quant.kv_cache import KVCacheScales
+from ipex_quant.weight_only.linear import WoqLinearModule
 from ipex_quant.weight_only.torchao import replace_torchao
 
 __all__ = ["OptimizePlan", "optimize", "optimize_transformers", "plan", "planned"]
@@ -273,6 +274,9 @@ def _run(model: nn.Module, request: Request) -> nn.Module:
         layers = list(decision.layers)
         optimize_rest(model, request.dtype, layers)
         attach_layers(model, layers)
+    for module in model.modules():
+        if isinstance(module, WoqLinearModule):
+            module.packed()  # what no program has packed
     if decision.stack is None and is_sharded(model):
         share_random(model)
     _report(model, decision)
@@ -360,7 +364,9 @@ def _load(model: nn.Module, request: Request) -> None:
     if request.parallel is not None:
         load_parts(model, tensors, scheme, request.quantization_config, request.parallel)
     else:
-        replace_linears_from_checkpoint(model, tensors, scheme, request.quantization_config)
+        replace_linears_from_checkpoint(
+            model, tensors, scheme, request.quantization_config, later=True
+        )
 
 
 # -- `ipex.llm.plan`: what is decided of a model, found on a copy that shares its weights -----------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_quant.formats.patterns import match
-from ipex_quant.weight.layouts import unpack_words, unsigned_weight
+from ipex_quant.weight.layouts import stored_weight, unpack_words, unsigned_weight
 from ipex_quant.weight.tensor import QuantizedWeight, is_integer, movable
 
 #: Spellings of methods -> the name used here.
@@ -339,9 +340,13 @@ def packed_weight(
     unsigned: Tensor | None = None
     if zeros is not None:
         unsigned = _zeros(zeros, n, groups, bits, name)
-    codes = unpack_words(words.t().contiguous(), bits, k).t().contiguous()
     if g_idx is not None and bool((g_idx < 0).any()):
         g_idx = None  # filled with -1 where it is not used
+    if bits == 4 and k % 2 == 0 and sys.byteorder == "little":
+        # The bytes of the words are the codes as they are needed: a file that is mapped is not copied.
+        stored = words.contiguous().view(torch.uint8)[:, : k // 2].contiguous()
+        return stored_weight(stored, k, unsigned, scales, bits, group_size, g_idx, bias, name)
+    codes = unpack_words(words.t().contiguous(), bits, k).t().contiguous()
     return unsigned_weight(codes, unsigned, scales, bits, group_size, g_idx, bias, name)
 
 

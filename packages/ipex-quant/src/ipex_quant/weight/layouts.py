@@ -114,18 +114,43 @@ def unsigned_weight(
         bias: ``[N]``, or None.
         name: For messages.
     """
-    k = codes.shape[1]
+    stored = (codes ^ 0x80).view(torch.int8) if bits == 8 else pack_nibbles(codes)
+    return stored_weight(stored, codes.shape[1], zeros, scales, bits, group_size, g_idx, bias, name)
+
+
+def stored_weight(
+    stored: Tensor,
+    k: int,
+    zeros: Tensor | None,
+    scales: Tensor,
+    bits: int,
+    group_size: int,
+    g_idx: Tensor | None = None,
+    bias: Tensor | None = None,
+    name: str = "",
+) -> QuantizedWeight:
+    """Return the weight of `unsigned_weight` for codes as a `QuantizedWeight` has them.
+
+    Args:
+        stored: ``[N, ceil(K / 2)]`` bytes with the even column in the low nibble, or for 8 bits int8 ``[N, K]``, which
+            is the unsigned code less 128.
+        k: Number of input features.
+        zeros: As there, and so are all others.
+        scales: See there.
+        bits: See there.
+        group_size: See there.
+        g_idx: See there.
+        bias: See there.
+        name: See there.
+    """
     middle = 1 << (bits - 1)
     if zeros is not None and bool((zeros == middle).all()):
         zeros = None
     if bits in (2, 3) and zeros is None:  # the usual zero of a 4-bit code is another
         zeros = torch.full(scales.shape, middle)
+    form = "int8" if bits == 8 else "int4"
     if bits == 8:
-        stored = (codes ^ 0x80).view(torch.int8)
         zeros = None if zeros is None else zeros.int() - 128
-        form = "int8"
-    else:
-        stored, form = pack_nibbles(codes), "int4"
     if zeros is not None:
         small = bool((zeros.int() <= 127).all())
         zeros = zeros.to(torch.int8 if small else torch.float32)

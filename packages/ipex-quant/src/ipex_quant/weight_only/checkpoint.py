@@ -174,6 +174,7 @@ def linear_from(
     weight: QuantizedWeight,
     qconfig: QConfigWoq | None = None,
     dtype: torch.dtype = torch.float32,
+    later: bool = False,
 ) -> nn.Module:
     """Return a layer that computes with a weight.
 
@@ -184,6 +185,7 @@ def linear_from(
         weight: A quantized weight.
         qconfig: How to compute, or None: in the dtype of the input.
         dtype: The dtype of an ordinary layer, and the one that ``weight`` of a quantized one shows.
+        later: Pack the weight when it is needed.
     """
     reason = weight.not_packable()
     if reason is not None:
@@ -197,7 +199,7 @@ def linear_from(
         key = weight.name or "linear_from"
         fits = not weight.format.startswith("fp8")
         check(fits, key, "lowp_mode", "be NONE, FP16 or BF16 for fp8 weights", "INT8")
-    result = WeightOnlyQuantizedLinear.from_quantized(weight, qconfig)
+    result = WeightOnlyQuantizedLinear.from_quantized(weight, qconfig, later)
     result._float_dtype = dtype
     return result.eval()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,8 @@ class WoqLinearModule(nn.Module):
 
     packed_weight: Tensor | None
     bias: Tensor | None
+    #: A weight that is not packed yet.
+    _later: QuantizedWeight | None = None
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class WoqLinearModule(nn.Module):
             OpArgumentError: An argument is not as described.
             RuntimeError: The layer has no weight yet.
         """
-        packed = self._buffers["packed_weight"]
+        packed = self.packed()
         if packed is None:
             raise RuntimeError(
                 f"{type(self).__name__}: has no weight yet; make it with from_float or from_weight,"
@@ -178,7 +181,7 @@ class WoqLinearModule(nn.Module):
 
         With ``shows_codes`` a copy of the codes, int8 or an 8-bit float ``[N, K]`` or uint8 ``[N, ceil(K / 2)]``.
         """
-        packed = self._buffers["packed_weight"]
+        packed = self.packed()
         if packed is None:
             return None
         if self.shows_codes:
@@ -188,6 +191,8 @@ class WoqLinearModule(nn.Module):
 
     def quantized_weight(self) -> QuantizedWeight:
         """Return codes, scales and zero points, unpacked."""
+        if self._later is not None:
+            return dataclasses.replace(self._later, bias=self.bias)
         packed = self._buffers["packed_weight"]
         if packed is None:
             raise RuntimeError(
@@ -197,12 +202,28 @@ class WoqLinearModule(nn.Module):
         weight.bias = self.bias
         return weight
 
+    def packed(self) -> Tensor | None:
+        """Return the packed weight; one that was to be packed later is packed now."""
+        later = self._later
+        if later is not None:
+            self._buffers["packed_weight"] = later.pack(self._order)
+            self._later = None
+        return self._buffers["packed_weight"]
+
+    @property
+    def _order(self) -> str:
+        return "vnni" if self.modes[0] == "int8" else "dot"
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the ``[N, K]`` float weight."""
         return self.quantized_weight().dequantize(dtype)
 
-    def set_weight(self, weight: QuantizedWeight) -> None:
+    def set_weight(self, weight: QuantizedWeight, later: bool = False) -> None:
         """Pack a weight and take it, with its bias.
+
+        Args:
+            weight: The weight.
+            later: Pack it when `packed` is asked for, which weights that are combined before never need.
 
         Raises:
             OpArgumentError: It has another shape, or the packed format cannot hold it.
@@ -214,7 +235,8 @@ class WoqLinearModule(nn.Module):
         if self.lowp_mode is WoqLowpMode.INT8:
             fits = not weight.format.startswith("fp8")
             check(fits, op, "lowp_mode", "be NONE, FP16 or BF16 for fp8 weights", "INT8")
-        self.packed_weight = weight.pack("vnni" if self.modes[0] == "int8" else "dot")
+        self._later = weight if later else None
+        self.packed_weight = None if later else weight.pack(self._order)
         self.group_size = weight.group_size
         self.dtype = dtype_of(weight)
         asymmetric = weight.zeros is not None
@@ -231,7 +253,7 @@ class WoqLinearModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._buffers["packed_weight"] is not None:
+        if self.packed() is not None:
             destination.update(saved_tensors(self.quantized_weight(), prefix))
 
     def _load_from_state_dict(
@@ -266,7 +288,7 @@ class WoqLinearModule(nn.Module):
             error_msgs.append(str(error))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        packed = self._buffers["packed_weight"]
+        packed = self.packed()
         if packed is not None:
             self._check_move(fn, packed)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -321,19 +343,20 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
 
     @classmethod
     def from_quantized(
-        cls, weight: QuantizedWeight, qconfig: QConfigWoq | None = None
+        cls, weight: QuantizedWeight, qconfig: QConfigWoq | None = None, later: bool = False
     ) -> WeightOnlyQuantizedLinear:
         """Return a layer with this weight.
 
         Args:
             weight: Codes, scales and zero points.
             qconfig: How to compute; only its modes matter. None: in the dtype of the input.
+            later: See `set_weight`.
 
         Raises:
             OpArgumentError: The packed format cannot hold the weight.
         """
         result = cls(weight.in_features, weight.out_features, False, dtype_of(weight), qconfig)
-        result.set_weight(weight)
+        result.set_weight(weight, later)
         return result
 
     @classmethod

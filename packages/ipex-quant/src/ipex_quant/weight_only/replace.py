@@ -53,6 +53,7 @@ def replace_linears_from_checkpoint(
     take: bool = False,
     parts: bool = False,
     exact: bool = False,
+    later: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Replaced:
     """Replace the linear layers of a model by layers of a quantized checkpoint, in place, and load its other tensors.
@@ -71,6 +72,7 @@ def replace_linears_from_checkpoint(
         parts: Accept layers with fewer features than the model's: the layers of one rank.
         exact: The other tensors replace the model's and keep their dtype, instead of being copied. What a model
             on the meta device lacks then is left to the caller (`finish_meta`).
+        later: Pack weights when they are needed; until then they are the tensors of the checkpoint.
         progress: Called with the number of layers done, of all, and the name of the last one.
 
     Returns:
@@ -95,7 +97,7 @@ def replace_linears_from_checkpoint(
             config = qconfig[name]
         elif config is not None:
             _check_config(config, weight)
-        layer = linear_from(weight, config, dtype)
+        layer = linear_from(weight, config, dtype, later)
         if type(layer) is nn.Linear:
             dense.append(place)
         layer.train(model.training)
