@@ -147,6 +147,17 @@ IPEX_INLINE f32v e8m0(i32v bytes) {
   return as_float((exponent << 23) | least | nan);
 }
 
+// The same from bytes in memory; 0 and 255 are rare.
+IPEX_INLINE f32v load_e8m0(const char* p) {
+#if IPEX_HAVE_AVX512
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m128i one = _mm_set1_epi8(1);
+  if (__builtin_expect(_mm_cmple_epu8_mask(_mm_add_epi8(bytes, one), one) == 0, 1))
+    return reinterpret_cast<f32v>(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23));
+#endif
+  return e8m0(load_bytes(p));
+}
+
 // Scales of the columns of vector v of a strip.
 IPEX_INLINE f32v scale_vector(const WoqLayout& at, const PackedHeader& header, const char* strip,
                               int64_t group, int v) {
@@ -163,7 +174,7 @@ IPEX_INLINE f32v scale_vector(const WoqLayout& at, const PackedHeader& header, c
   if (header.scale_type == kScaleBFloat16) return load(reinterpret_cast<const BFloat16*>(base) + i);
   if (header.scale_type == kScaleFloat) return load(reinterpret_cast<const float*>(base) + i);
   if (header.scale_type == kScaleHalf) return load(reinterpret_cast<const Half*>(base) + i);
-  return e8m0(load_bytes(base + i));
+  return load_e8m0(base + i);
 }
 
 // The scales of all 16 columns.
