@@ -71,6 +71,7 @@ struct WoqProduct {
     args.chunks = args.at.groups > 1 ? args.at.groups : ceil_div(args.k, args.chunk);
     rows = row_count;
     const bool tiles = uses_tiles(ScalarType::BFloat16);
+    woq_choose_operand(args, rows, tiles);
     const int64_t limit = args.kind == WoqOperand::kFloat            ? 16
                           : args.kind != WoqOperand::kInt16 && tiles ? 4
                                                                      : kWoqFewRows;

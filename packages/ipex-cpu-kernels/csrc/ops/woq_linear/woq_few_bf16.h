@@ -17,6 +17,11 @@ IPEX_INLINE __m512i lookup_table(const float* values) {
   return _mm512_broadcast_i64x4(half);
 }
 
+template <bool kBool>
+struct Known {
+  static constexpr bool kValue = kBool;
+};
+
 // A 64-byte block as vectors of bfloat16 pairs: value j holds the elements 2 pair(j) and
 // 2 pair(j) + 1 of the 16 columns, in plane plane(j). The weight is the sum of the planes times
 // kScale.
@@ -31,7 +36,12 @@ struct Bf16Codes<kFormatNf4> {
   static constexpr int pair(int j) { return j; }
   static constexpr int plane(int) { return 0; }
 
+  template <int kBlocks>
+  static IPEX_INLINE bool has_rare(const char* const (&)[kBlocks]) {
+    return false;
+  }
   explicit Bf16Codes(const PackedHeader& header) : table_(lookup_table(nibble_values(header))) {}
+  template <bool kRare>
   IPEX_INLINE void decode(__m512i word, __m512i (&value)[4]) const {
     value[0] = _mm512_permutexvar_epi16(word, table_);
 #pragma GCC unroll 4
@@ -56,8 +66,13 @@ struct Bf16Codes<kFormatInt8> {
   static constexpr int pair(int j) { return j / 2; }
   static constexpr int plane(int j) { return j % 2; }
 
+  template <int kBlocks>
+  static IPEX_INLINE bool has_rare(const char* const (&)[kBlocks]) {
+    return false;
+  }
   explicit Bf16Codes(const PackedHeader&)
       : low_(lookup_table(kLowNibbles)), high_(lookup_table(kHighNibbles)) {}
+  template <bool kRare>
   IPEX_INLINE void decode(__m512i word, __m512i (&value)[4]) const {
     value[0] = _mm512_permutexvar_epi16(word, low_);
 #pragma GCC unroll 4
@@ -86,11 +101,22 @@ struct Bf16Codes<kFormat> {
   static constexpr int plane(int) { return 0; }
 
   explicit Bf16Codes(const PackedHeader&) : tiny_(lookup_table(kE4 ? kE4M3Tiny : kE5M2Tiny)) {}
+  // Whether one of kBlocks blocks has a number that is zero or subnormal. Asked for many codes at
+  // once: the processor cannot foresee the answer for a few.
+  template <int kBlocks>
+  static IPEX_INLINE bool has_rare(const char* const (&blocks)[kBlocks]) {
+    const __m512i exponents = _mm512_set1_epi8(kE4 ? 0x78 : 0x7c);
+    __m512i least = exponents;
+#pragma GCC unroll 8
+    for (int b = 0; b < kBlocks; ++b)
+      least = _mm512_min_epu8(least, _mm512_and_si512(exponents, _mm512_loadu_si512(blocks[b])));
+    return _mm512_testn_epi8_mask(least, least) != 0;
+  }
+  template <bool kRare>
   IPEX_INLINE void decode(__m512i word, __m512i (&value)[2]) const {
     value[0] = place(_mm512_slli_epi16(word, 8));
     value[1] = place(word);
-    const __m512i exponents = _mm512_set1_epi8(kE4 ? 0x78 : 0x7c);
-    if (__builtin_expect(_mm512_testn_epi8_mask(word, exponents) != 0, 0)) {
+    if constexpr (kRare) {
       value[0] = with_tiny(value[0]);
       value[1] = with_tiny(value[1]);
     }
@@ -146,11 +172,20 @@ void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row,
     fetch_next_strips<kStrips>(args.at, strips, g, args.at.groups);
     for (; k < group_end; k += kBlockK) {
       __m512i value[kStrips][kValues];
+      const char* block[kStrips];
 #pragma GCC unroll 4
       for (int s = 0; s < kStrips; ++s) {
-        const char* block = weights[s] + k / kBlockK * kBlockBytes;
-        if constexpr (IPEX_HAVE_AMX) __builtin_prefetch(block + 4096);
-        codes.decode(_mm512_loadu_si512(block), value[s]);
+        block[s] = weights[s] + k / kBlockK * kBlockBytes;
+        if constexpr (IPEX_HAVE_AMX) __builtin_prefetch(block[s] + 4096);
+      }
+      const bool rare = Bf16Codes<kFormat>::template has_rare<kStrips>(block);
+#pragma GCC unroll 4
+      for (int s = 0; s < kStrips; ++s) {
+        const __m512i word = _mm512_loadu_si512(block[s]);
+        if (__builtin_expect(rare, 0))
+          codes.template decode<true>(word, value[s]);
+        else
+          codes.template decode<false>(word, value[s]);
       }
 #pragma GCC unroll 4
       for (int j = 0; j < kValues; ++j) {

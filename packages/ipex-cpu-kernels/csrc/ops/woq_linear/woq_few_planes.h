@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Few rows of int4 and int8 weights where the processor multiplies bytes: activations are 16-bit
-// fixed point, as in woq_few_int16.h, and each is two signed bytes, 256 * high + low. The codes
-// meet both, as the bytes that they are: nothing is converted.
+// Few rows of int4, int8 and fp4 weights where the processor multiplies bytes: activations are
+// 16-bit fixed point, as in woq_few_int16.h, and each is two signed bytes, 256 * high + low. The
+// codes meet both, as the bytes that they are: nothing is converted.
 //
 // The operand lies in steps of 64 along K: [plane][rows][64], plane 0 the high bytes. Bytes are in
 // the order in which blocks have their codes: k0 k4 k1 k5 k2 k6 k3 k7 for nibbles (the low ones
@@ -25,15 +25,37 @@ IPEX_INLINE f32v scaled_planes(i32v high, i32v low, int32_t implied, float x_sum
   return fma(scale, value, total);
 }
 
-template <bool kNibbles, int kRows, int kStrips>
+// Codes of fp4 as twice the number plus 12.
+inline constexpr int8_t kFp4Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// Bytes below 16 as codes of unsigned numbers.
+template <uint32_t kFormat>
+IPEX_INLINE i32v as_numbers(i32v bytes) {
+  if constexpr (kFormat != kFormatFp4) {
+    return bytes;
+  } else {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Bytes));
+#if IPEX_HAVE_AVX512
+    const __m512i all = _mm512_broadcast_i32x4(table);
+    return reinterpret_cast<i32v>(_mm512_shuffle_epi8(all, raw(bytes)));
+#else
+    const __m256i all = _mm256_broadcastsi128_si256(table);
+    return reinterpret_cast<i32v>(_mm256_shuffle_epi8(all, raw(bytes)));
+#endif
+  }
+}
+
+template <uint32_t kFormat, int kRows, int kStrips>
 void few_planes(const WoqLinearArgs& args, const char* const* strips, int64_t row, float* c) {
+  constexpr bool kNibbles = kFormat != kFormatInt8;
   constexpr int kBlockK = kNibbles ? 8 : 4;
   constexpr int kVectors = kStrips * kStripVectors;
   const PackedHeader& header = args.header;
   const char* x = static_cast<const char*>(args.operand) + row * kWoqPlaneStep;
   const int64_t plane = args.operand_step / 2;
   const bool has_zeros = header.zero_kind != kZeroNone;
-  const int32_t implied = !kNibbles ? 128 : has_zeros ? 0 : 8;
+  const int32_t implied = !kNibbles ? 128 : kFormat == kFormatFp4 ? 12 : has_zeros ? 0 : 8;
+  const f32v unit = set1(kFormat == kFormatFp4 ? 0.5f : 1.0f);
   for (int r = 0; r < kRows; ++r)
     for (int64_t i = 0; i < kStrips * kStrip; i += kLanes) store(c + r * kFewColumns + i, zero());
   const char* weights[kStrips];
@@ -54,9 +76,9 @@ void few_planes(const WoqLinearArgs& args, const char* const* strips, int64_t ro
         const char* at = weights[v / kStripVectors] + k / kBlockK * kBlockBytes;
         if constexpr (IPEX_HAVE_AMX) __builtin_prefetch(at + 4096);
         const i32v word = load_words(at + v % kStripVectors * kLanes * 4);
-        first[v] =
-            kNibbles ? word & iset1(0x0f0f0f0f) : word ^ iset1(static_cast<int32_t>(0x80808080));
-        second[v] = (word >> 4) & iset1(0x0f0f0f0f);
+        first[v] = kNibbles ? as_numbers<kFormat>(word & iset1(0x0f0f0f0f))
+                            : word ^ iset1(static_cast<int32_t>(0x80808080));
+        second[v] = as_numbers<kFormat>((word >> 4) & iset1(0x0f0f0f0f));
       }
       const char* at = x + k / kWoqPlaneStep * args.operand_step + k % kWoqPlaneStep;
 #pragma GCC unroll 4
@@ -80,7 +102,7 @@ void few_planes(const WoqLinearArgs& args, const char* const* strips, int64_t ro
     for (int s = 0; s < kStrips; ++s) {
 #pragma GCC unroll 4
       for (int v = 0; v < kStripVectors; ++v) {
-        const f32v scale = scale_vector(args.at, header, strips[s], group, v);
+        const f32v scale = scale_vector(args.at, header, strips[s], group, v) * unit;
         const f32v zeros = zero_vector(args.at, header, strips[s], group, v, 0.0f);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
@@ -112,8 +134,8 @@ template <bool kNibbles>
 class FewByteTiles {
  public:
   FewByteTiles(const WoqLinearArgs& args, const char* const* strips, int64_t row, int64_t rows,
-               float* c)
-      : args_(args), strips_(strips), row_(row), rows_(rows), c_(c) {}
+               int64_t ahead, float* c)
+      : args_(args), strips_(strips), row_(row), rows_(rows), ahead_(ahead), c_(c) {}
 
   // c[row][strip][16].
   void run() {
@@ -143,13 +165,14 @@ class FewByteTiles {
   static constexpr int64_t kStride = 4 * kStrip;  // [row][strip][plane][16]
 
   IPEX_INLINE void decode(int64_t step, int64_t steps) {
-    fetch_next_strips<2>(args_.at, strips_, step, steps);
+    if (!ahead_) fetch_next_strips<2>(args_.at, strips_, step, steps);
 #pragma GCC unroll 2
     for (int s = 0; s < 2; ++s) {
       const char* from = strips_[s] + args_.at.weights + step * kStepBytes;
 #pragma GCC unroll 16
       for (int64_t b = 0; b < kStepBytes / kBlockBytes; ++b) {
         __builtin_prefetch(from + b * kBlockBytes + 4096);
+        if (ahead_) __builtin_prefetch(from + b * kBlockBytes + ahead_, 0, 2);
         if constexpr (kNibbles) {
           const __m512i word = _mm512_loadu_si512(from + b * kBlockBytes);
           const __m512i low = _mm512_set1_epi8(15);
@@ -224,7 +247,7 @@ class FewByteTiles {
 
   const WoqLinearArgs& args_;
   const char* const* strips_;
-  const int64_t row_, rows_;
+  const int64_t row_, rows_, ahead_;
   float* const c_;
   alignas(64) char ring_[kNibbles ? kRing : 1][2][16 * 64];
   alignas(64) int32_t sums_[2][16 * kStride];

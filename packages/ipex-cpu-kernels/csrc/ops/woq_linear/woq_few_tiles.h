@@ -21,23 +21,35 @@ inline constexpr int64_t kTileLag = 2, kTileRing = 4;
 // Groups whose sums wait to be scaled.
 inline constexpr int64_t kTileGroups = 4;
 
-// Stores a step of one strip: [plane][kTileK / 2][16][2]. int8 codes are two planes.
+// Stores a step of one strip: [plane][kTileK / 2][16][2]. int8 codes are two planes. What lies
+// `ahead` is fetched into L2.
 template <uint32_t kFormat>
-IPEX_INLINE void codes_to_tiles(const Bf16Codes<kFormat>& codes, const char* block, uint16_t* to) {
-  constexpr int kBlockK = Bf16Codes<kFormat>::kBlockK;
+IPEX_INLINE void codes_to_tiles(const Bf16Codes<kFormat>& codes, const char* block, int64_t ahead,
+                                uint16_t* to) {
+  constexpr int kBlockK = Bf16Codes<kFormat>::kBlockK, kBlocks = kTileK / kBlockK;
   constexpr int kValues = Bf16Codes<kFormat>::kValues;
+  const auto decode = [&](auto rare) IPEX_LAMBDA {
 #pragma GCC unroll 8
-  for (int b = 0; b < kTileK / kBlockK; ++b) {
-    __builtin_prefetch(block + b * kBlockBytes + 4096);
-    __m512i value[kValues];
-    codes.decode(_mm512_loadu_si512(block + b * kBlockBytes), value);
+    for (int b = 0; b < kBlocks; ++b) {
+      const char* at = block + b * kBlockBytes;
+      __builtin_prefetch(at + 4096);
+      if (ahead) __builtin_prefetch(at + ahead, 0, 2);
+      __m512i value[kValues];
+      codes.template decode<decltype(rare)::kValue>(_mm512_loadu_si512(at), value);
 #pragma GCC unroll 4
-    for (int j = 0; j < kValues; ++j) {
-      const int64_t pair = b * kBlockK / 2 + Bf16Codes<kFormat>::pair(j);
-      const int64_t plane = Bf16Codes<kFormat>::plane(j) * kTileK * kStrip;
-      _mm512_store_si512(to + plane + pair * 2 * kStrip, value[j]);
+      for (int j = 0; j < kValues; ++j) {
+        const int64_t pair = b * kBlockK / 2 + Bf16Codes<kFormat>::pair(j);
+        const int64_t plane = Bf16Codes<kFormat>::plane(j) * kTileK * kStrip;
+        _mm512_store_si512(to + plane + pair * 2 * kStrip, value[j]);
+      }
     }
-  }
+  };
+  const char* blocks[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) blocks[b] = block + b * kBlockBytes;
+  if (Bf16Codes<kFormat>::template has_rare<kBlocks>(blocks))
+    decode(Known<true>{});
+  else
+    decode(Known<false>{});
 }
 
 // The product of up to 16 rows and four strips, or of up to 32 rows and two.
@@ -47,8 +59,14 @@ class FewTiles {
   static constexpr int kStrips = kTwo ? 2 : 4;
 
   FewTiles(const WoqLinearArgs& args, const char* const* strips, int64_t row, int64_t rows,
-           float* c)
-      : args_(args), codes_(args.header), strips_(strips), row_(row), rows_(rows), c_(c) {}
+           int64_t ahead, float* c)
+      : args_(args),
+        codes_(args.header),
+        strips_(strips),
+        row_(row),
+        rows_(rows),
+        ahead_(ahead),
+        c_(c) {}
 
   // c[row][strip][16].
   void run() {
@@ -81,12 +99,12 @@ class FewTiles {
   static constexpr int64_t kStride = kStrips * kStrip;
 
   IPEX_INLINE void decode(int64_t step, int64_t steps) {
-    fetch_next_strips<kStrips>(args_.at, strips_, step, steps);
+    if (!ahead_) fetch_next_strips<kStrips>(args_.at, strips_, step, steps);
     const int64_t at =
         args_.at.weights + step * (kTileK / Bf16Codes<kFormat>::kBlockK) * kBlockBytes;
 #pragma GCC unroll 4
     for (int s = 0; s < kStrips; ++s)
-      codes_to_tiles(codes_, strips_[s] + at, ring_[step % kTileRing][s]);
+      codes_to_tiles(codes_, strips_[s] + at, ahead_, ring_[step % kTileRing][s]);
     tile_fence(ring_);
   }
 
@@ -164,7 +182,7 @@ class FewTiles {
   const WoqLinearArgs& args_;
   const Bf16Codes<kFormat> codes_;
   const char* const* strips_;
-  const int64_t row_, rows_;
+  const int64_t row_, rows_, ahead_;
   float* const c_;
   alignas(64) uint16_t ring_[kTileRing][kStrips][kPlanes * kTileK * kStrip];
   alignas(64) float sums_[kTileGroups][kRows * kStride];

@@ -18,12 +18,10 @@ bool is_int(uint32_t format) { return format == kFormatInt4 || format == kFormat
 
 WoqOperand operand_kind(const PackedHeader& header, WoqCompute compute) {
   if (compute == WoqCompute::kFloat) return WoqOperand::kFloat;
-  constexpr bool kBytes = IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI;
-  // With AMX only where tiles can take them, whose steps in bfloat16 are shorter.
-  const bool whole =
-      !IPEX_HAVE_AMX || (header.k % kWoqPlaneStep == 0 &&
-                         (header.group % kWoqPlaneStep == 0 || header.group >= header.k));
-  if (kBytes && is_int(header.format) && whole) return WoqOperand::kPlanes;
+  // With 16 registers, what is not converted anyway is as fast in 16 bits.
+  const bool bytes = IPEX_HAVE_AVX512_VNNI && is_int(header.format);
+  if (bytes || ((IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI) && header.format == kFormatFp4))
+    return WoqOperand::kPlanes;
   if (IPEX_HAVE_AVX512_BF16 && compute == WoqCompute::kBFloat16) return WoqOperand::kBFloat16;
   return is_int(header.format) ? WoqOperand::kInt16 : WoqOperand::kFloat;
 }
@@ -74,9 +72,11 @@ void product_planes(const WoqLinearArgs& args, const StripList& strips, int64_t 
     constexpr int kStrips = kLanes == 16 ? (kRows <= 2 ? 4 : 2) : kRows == 1 ? 2 : 1;
     by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
       if (args.header.format == kFormatInt4)
-        few_planes<true, kRows, kStrips>(args, at, row, to);
+        few_planes<kFormatInt4, kRows, kStrips>(args, at, row, to);
+      else if (args.header.format == kFormatFp4)
+        few_planes<kFormatFp4, kRows, kStrips>(args, at, row, to);
       else
-        few_planes<false, kRows, kStrips>(args, at, row, to);
+        few_planes<kFormatInt8, kRows, kStrips>(args, at, row, to);
     });
   });
 }
@@ -98,15 +98,19 @@ void product_bf16(const WoqLinearArgs& args, const StripList& strips, int64_t ro
 #endif
 
 #if IPEX_HAVE_AMX
+// `last`: no strips come after these.
 void product_tiles(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
-                   float* c, TileScope& scope) {
+                   bool last, float* c, TileScope& scope) {
+  const auto ahead = [&](const char* const* at, int64_t count) {
+    return last && at + count >= strips.at + 4 ? 0 : fetch_distance(args.at, count);
+  };
   if (args.kind == WoqOperand::kPlanes) {
     scope.configure_planes(rows);
     by_strips<2>(strips, c, [&](const char* const* at, float* to) {
       if (args.header.format == kFormatInt4)
-        FewByteTiles<true>(args, at, row, rows, to).run();
+        FewByteTiles<true>(args, at, row, rows, ahead(at, 2), to).run();
       else
-        FewByteTiles<false>(args, at, row, rows, to).run();
+        FewByteTiles<false>(args, at, row, rows, ahead(at, 2), to).run();
     });
     return;
   }
@@ -116,10 +120,10 @@ void product_tiles(const WoqLinearArgs& args, const StripList& strips, int64_t r
     constexpr uint32_t kCodes = kFormat == kFormatInt4 ? kFormatNf4 : kFormat;
     if (two) {
       by_strips<2>(strips, c, [&](const char* const* at, float* to) {
-        FewTiles<kCodes, true>(args, at, row, rows, to).run();
+        FewTiles<kCodes, true>(args, at, row, rows, ahead(at, 2), to).run();
       });
     } else {
-      FewTiles<kCodes, false>(args, strips.at, row, rows, c).run();
+      FewTiles<kCodes, false>(args, strips.at, row, rows, ahead(strips.at, 4), c).run();
     }
   });
 }
@@ -158,7 +162,7 @@ void few_rows(const WoqLinearArgs& args, int64_t rows, int64_t panel_begin, int6
       const int64_t n = rows - r < step ? rows - r : step;
 #if IPEX_HAVE_AMX
       if (tiles)
-        product_tiles(args, strips, r, n, c, scope);
+        product_tiles(args, strips, r, n, p + 2 >= panel_end, c, scope);
       else
 #endif
         product(args, strips, r, n, c);

@@ -60,10 +60,19 @@ inline constexpr int64_t kWoqPlaneStep = 64;
 // Whether few rows can use AMX tiles: groups are whole tiles along K. A single row is faster
 // without.
 inline bool woq_takes_tiles(const WoqLinearArgs& args, int64_t rows) {
-  const bool planes = args.kind == WoqOperand::kPlanes;
+  const bool planes = args.kind == WoqOperand::kPlanes && args.header.format != kFormatFp4;
   const int64_t step = planes ? kWoqPlaneStep : 32;
   return (planes || args.kind == WoqOperand::kBFloat16) && rows > 1 &&
          args.at.k_padded % step == 0 && (args.at.groups == 1 || args.header.group % step == 0);
+}
+
+// Takes bfloat16 in place of bytes where tiles take only that: bytes need longer groups, and
+// nibbles as bytes take 16 rows at a time.
+inline void woq_choose_operand(WoqLinearArgs& args, int64_t rows, bool tiles) {
+  if (!tiles || args.kind != WoqOperand::kPlanes || args.compute != WoqCompute::kBFloat16) return;
+  const bool nibbles = args.header.format != kFormatInt8;
+  if (rows > 1 && (!woq_takes_tiles(args, rows) || (nibbles && rows > 16)))
+    args.kind = WoqOperand::kBFloat16;
 }
 
 // Lays out the activations of `few` from args.operand on. Returns the bytes they take.

@@ -175,10 +175,7 @@ Tensor woq_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_feat
   args.compute = compute_type(lowp, x.scalar_type());
   args.kind = static_cast<WoqOperand>(
       operand_kernel.get()(&args.header, static_cast<int32_t>(args.compute)));
-  // Nibbles as bytes take 16 rows at a time, as bfloat16 twice that.
-  if (args.kind == WoqOperand::kPlanes && args.compute == WoqCompute::kBFloat16 &&
-      header.format == kFormatInt4 && rows.rows > 16 && uses_tiles(ScalarType::BFloat16))
-    args.kind = WoqOperand::kBFloat16;
+  woq_choose_operand(args, rows.rows, uses_tiles(ScalarType::BFloat16));
   const GemmShape shape{rows.rows, args.at.strips / 2, k, epilogue.args.gated ? 2 : 1,
                         uses_tiles(dtype_of(args.compute))};
   run(args, shape, x.scalar_type());

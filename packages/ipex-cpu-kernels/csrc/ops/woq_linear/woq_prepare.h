@@ -131,10 +131,10 @@ void write_planes(const WoqLinearArgs& args, int16_t* values, int64_t r, int64_t
 
 inline void write_planes(const WoqLinearArgs& args, int16_t* values, int64_t r, int64_t k,
                          int64_t count) {
-  if (args.header.format == kFormatInt4)
-    write_planes<true>(args, values, r, k, count);
-  else
+  if (args.header.format == kFormatInt8)
     write_planes<false>(args, values, r, k, count);
+  else
+    write_planes<true>(args, values, r, k, count);
 }
 
 template <class T>
