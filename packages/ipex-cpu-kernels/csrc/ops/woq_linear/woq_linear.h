@@ -67,11 +67,11 @@ inline bool woq_takes_tiles(const WoqLinearArgs& args, int64_t rows) {
 }
 
 // Takes bfloat16 in place of bytes where tiles take only that: bytes need longer groups, and
-// nibbles as bytes take 16 rows at a time.
+// nibbles as bytes gain with a few rows only.
 inline void woq_choose_operand(WoqLinearArgs& args, int64_t rows, bool tiles) {
   if (!tiles || args.kind != WoqOperand::kPlanes || args.compute != WoqCompute::kBFloat16) return;
   const bool nibbles = args.header.format != kFormatInt8;
-  if (rows > 1 && (!woq_takes_tiles(args, rows) || (nibbles && rows > 16)))
+  if (rows > 1 && (!woq_takes_tiles(args, rows) || (nibbles && rows > 4)))
     args.kind = WoqOperand::kBFloat16;
 }
 
