@@ -39,13 +39,22 @@ def times(result: corpus.Measured) -> Times:
     return found
 
 
-def side_of(group: Iterable[Times]) -> str:
-    """Return the side for cases that share a shape."""
+def side_of(group: Iterable[Times], good: Iterable[str | None] = ()) -> str:
+    """Return the side for cases that share a shape.
+
+    Args:
+        group: Microseconds of the sides in each case.
+        good: For each case, the side that ran in pairs with the others and was not slower beyond its spread.
+    """
+    cases = list(group)
+    paired = [*good] or [None] * len(cases)
 
     def worst(side: str) -> float:
-        return min(min(one.values()) / one[side] if side in one else 0.0 for one in cases)
+        return min(
+            1.0 if side == same else min(one.values()) / one[side] if side in one else 0.0
+            for one, same in zip(cases, paired, strict=True)
+        )
 
-    cases = list(group)
     best = max(measured.SIDES, key=worst)
     return "ipex" if worst("ipex") >= corpus.LEAST else best
 
@@ -54,7 +63,7 @@ def lines(folder: Path = ROOT / "docs" / "data") -> Iterator[str]:
     """Yield the lines of the table, with its head."""
     text = measured.FILE.read_text(encoding="utf-8")
     yield from (line for line in text.splitlines() if line.startswith("#"))
-    groups: dict[_Shape, list[Times]] = {}
+    groups: dict[_Shape, list[corpus.Measured]] = {}
     for file in sorted(folder.glob(RESULTS)):
         for result in corpus.read(file)[1]:
             chosen = corpus.chosen_by(result)
@@ -62,14 +71,15 @@ def lines(folder: Path = ROOT / "docs" / "data") -> Iterator[str]:
                 continue
             threads = "1" if result.threads == 1 else "many"
             shape = (result.level, threads, chosen[0], result.dtype, chosen[1])
-            groups.setdefault(shape, []).append(times(result))
+            groups.setdefault(shape, []).append(result)
     for shape, group in sorted(groups.items()):
         yield _line(shape, group)
 
 
-def _line(shape: _Shape, group: list[Times]) -> str:
+def _line(shape: _Shape, results: list[corpus.Measured]) -> str:
     *names, sizes = shape
-    side = side_of(group)
+    group = [times(result) for result in results]
+    side = side_of(group, (None if result.slower else result.side for result in results))
     # Of several cases the one is shown in which the side does worst.
     shown: Mapping[str, float] = min(group, key=lambda one: min(one.values()) / one.get(side, 1e9))
     numbers = [f"{shown[name]:g}" if name in shown else "-" for name in ("stock", "onednn", "ipex")]

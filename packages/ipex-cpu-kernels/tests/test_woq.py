@@ -113,6 +113,43 @@ def test_all_tiers(case, dtype, level):
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_few_rows_of_whole_tiles(case, dtype, level):
+    """K and groups that tiles take whole, more steps of them than are decoded ahead, an odd number of panels."""
+    format, group, symmetric, scale_dtype, options = case
+    n, k = 163, 640
+    packed = woq_weight(n, k, format, group, symmetric, scale_dtype, **options)
+    weight = _woq.dequantize(packed, _woq.read_layout(packed), torch.float64)
+    rtol, atol = specs()["woq_linear"].tolerance[dtype]
+    x = torch.randn(33, k, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for m in (1, 2, 3, 4, 5, 8, 15, 16, 17, 32):
+        got = ops.woq_linear(x[:m], packed, n)
+        want = (x[:m].double() @ weight.t()).to(dtype)
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("share", [0.0, 0.001, 1.0])
+def test_subnormal_codes_of_few_rows(format, share, level):
+    """Decoding is quicker where there is none; the others must be exact beside them."""
+    n, k = 64, 512
+    generator = torch.Generator().manual_seed(2)
+    size = torch.randn(n, k, generator=generator).abs() + 1
+    tiny = torch.rand(n, k, generator=generator) < share
+    least = 2.0**-9 if format == "fp8_e4m3" else 2.0**-16
+    size[tiny] = least * torch.randint(0, 4, (n, k), generator=generator)[tiny]
+    sign = torch.where(torch.rand(n, k, generator=generator) < 0.5, -1.0, 1.0)
+    codes = (size * sign).to(_woq.QWEIGHT_DTYPES[format])
+    packed = ops.pack_woq_weight(codes, torch.ones(n, 1), None, format, k)
+    for dtype, m in itertools.product((torch.float32, torch.bfloat16), (1, 3, 16)):
+        x = torch.randn(m, k, generator=generator).to(dtype)
+        want = x.double() @ codes.double().t()
+        torch.testing.assert_close(
+            ops.woq_linear(x, packed, n).double(), want, rtol=1e-2, atol=5e-3 * float(want.std())
+        )
+
+
 @pytest.mark.parametrize("m", [1, 6, 33])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_bad_values_reach_their_row_only(m, value, level):

@@ -47,9 +47,8 @@ struct WoqProduct {
   char* memory;  // for the prepared activations
 
   int64_t few_bytes() const {
-    const int64_t element = args.kind == WoqOperand::kFloat ? 4 : 2;
-    return woq_round_up(rows * args.at.k_padded * element, 64) +
-           woq_round_up(rows * args.at.groups * 4, 64) +
+    WoqLinearArgs a = args;
+    return woq_few_layout(a, rows, false) + woq_round_up(rows * args.at.groups * 4, 64) +
            2 * woq_round_up(rows * args.chunks * 4, 64);
   }
   int64_t many_stride() const { return woq_round_up(args.k, 32); }
@@ -67,14 +66,15 @@ struct WoqProduct {
     args.k = args.header.k;
     args.compute = compute;
     args.kind = static_cast<WoqOperand>(
-        woq_operand_kernel.get()(args.header.format, static_cast<int32_t>(compute)));
+        woq_operand_kernel.get()(&args.header, static_cast<int32_t>(compute)));
     args.chunk = std::min<int64_t>(args.header.group, kWoqChunk);
     args.chunks = args.at.groups > 1 ? args.at.groups : ceil_div(args.k, args.chunk);
     rows = row_count;
     const bool tiles = uses_tiles(ScalarType::BFloat16);
-    const int64_t limit = args.kind == WoqOperand::kFloat               ? 16
-                          : args.kind == WoqOperand::kBFloat16 && tiles ? 4
-                                                                        : kWoqFewRows;
+    woq_choose_operand(args, rows, tiles);
+    const int64_t limit = args.kind == WoqOperand::kFloat            ? 16
+                          : args.kind != WoqOperand::kInt16 && tiles ? 4
+                                                                     : kWoqFewRows;
     few = rows <= limit && !(args.header.flags & kFlagSpecial);
   }
 
@@ -84,9 +84,7 @@ struct WoqProduct {
     if (few) {
       char* place = memory;
       args.operand = place;
-      args.operand_stride = args.at.k_padded;
-      place +=
-          woq_round_up(rows * args.at.k_padded * (args.kind == WoqOperand::kFloat ? 4 : 2), 64);
+      place += woq_few_layout(args, rows, false);
       args.sums = reinterpret_cast<float*>(place);
       place += woq_round_up(rows * args.at.groups * 4, 64);
       args.chunk_scales = reinterpret_cast<float*>(place);
@@ -109,10 +107,12 @@ struct WoqProduct {
   // [rows][columns] in `to`.
   WoqLinearArgs part(int64_t row, int64_t panel, int64_t columns, float* to) const {
     WoqLinearArgs a = args;
+    const bool planes = few && args.kind == WoqOperand::kPlanes;
     const bool wide = few ? args.kind == WoqOperand::kFloat : args.compute == WoqCompute::kFloat;
-    a.operand = static_cast<char*>(args.operand) + row * args.operand_stride * (wide ? 4 : 2);
+    const int64_t element = planes ? 1 : wide ? 4 : 2;
+    a.operand = static_cast<char*>(args.operand) + row * args.operand_stride * element;
     a.sums += few ? row * args.at.groups : 0;
-    if (few && args.kind == WoqOperand::kInt16) {
+    if (planes || (few && args.kind == WoqOperand::kInt16)) {
       a.chunk_scales += row * args.chunks;
       a.chunk_sums += row * args.chunks;
     }

@@ -49,6 +49,7 @@ struct StripList {
 template <uint32_t kFormat, int kRows, int kStrips>
 void few_float(const WoqLinearArgs& args, const char* const* strips, int64_t row, float* c) {
   constexpr bool kNibbles = kFormat == kFormatInt4 || kFormat == kFormatNf4;
+  constexpr bool kFp8 = kFormat == kFormatFp8E4M3 || kFormat == kFormatFp8E5M2;
   constexpr int kBlockK = kNibbles ? 8 : 4;
   constexpr int kVectors = kStrips * kStripVectors;
   const PackedHeader& header = args.header;
@@ -76,18 +77,34 @@ void few_float(const WoqLinearArgs& args, const char* const* strips, int64_t row
         for (int v = 0; v < kStripVectors; ++v)
           word[s * kStripVectors + v] =
               load_words(weights[s] + k / kBlockK * kBlockBytes + v * kLanes * 4);
+      const auto multiply = [&](const auto& decode) IPEX_LAMBDA {
 #pragma GCC unroll 8
-      for (int j = 0; j < kBlockK; ++j) {
-        const int64_t at = k + (kNibbles ? kNibbleK[j] : kByteK[j % 4]);
-        f32v value[kVectors];
+        for (int j = 0; j < kBlockK; ++j) {
+          const int64_t at = k + (kNibbles ? kNibbleK[j] : kByteK[j % 4]);
+          f32v value[kVectors];
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) value[v] = element<kFormat, false>(word[v], j, table);
+          for (int v = 0; v < kVectors; ++v) value[v] = decode(word[v], j);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const f32v factor = set1(x[r * args.operand_stride + at]);
+          for (int r = 0; r < kRows; ++r) {
+            const f32v factor = set1(x[r * args.operand_stride + at]);
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(factor, value[v], acc[r][v]);
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(factor, value[v], acc[r][v]);
+          }
         }
+      };
+      const auto exact = [&](i32v w, int j)
+                             IPEX_LAMBDA { return element<kFormat, false>(w, j, table); };
+      if constexpr (!kFp8) {
+        multiply(exact);
+      } else {
+        bool tiny = false;
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) tiny |= has_tiny_fp8<kFormat>(word[v]);
+        if (__builtin_expect(!tiny, 1))
+          multiply([](i32v w, int j) IPEX_LAMBDA { return raised_fp8<kFormat>(w, j); });
+        else
+          multiply([&](i32v w, int j)
+                       IPEX_LAMBDA { return exact(w, j) * set1(1.0f / kRaised<kFormat>); });
       }
     }
     f32v sums[kRows] = {};
@@ -98,7 +115,7 @@ void few_float(const WoqLinearArgs& args, const char* const* strips, int64_t row
     for (int s = 0; s < kStrips; ++s) {
 #pragma GCC unroll 4
       for (int v = 0; v < kStripVectors; ++v) {
-        const f32v scale = scale_vector(args.at, header, strips[s], g, v);
+        const f32v scale = scale_vector(args.at, header, strips[s], g, v) * set1(kRaised<kFormat>);
         f32v zeros = zero();
         if (offset)
           zeros = zero_vector(args.at, header, strips[s], g, v, kImpliedZero<kFormat>) -

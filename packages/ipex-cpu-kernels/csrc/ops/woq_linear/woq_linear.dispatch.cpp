@@ -6,6 +6,7 @@
 #include "woq_linear/woq_few_bf16.h"
 #include "woq_linear/woq_few_float.h"
 #include "woq_linear/woq_few_int16.h"
+#include "woq_linear/woq_few_planes.h"
 #include "woq_linear/woq_few_tiles.h"
 #include "woq_linear/woq_panel.h"
 #include "woq_linear/woq_prepare.h"
@@ -15,15 +16,20 @@ namespace {
 
 bool is_int(uint32_t format) { return format == kFormatInt4 || format == kFormatInt8; }
 
-WoqOperand operand_kind(uint32_t format, WoqCompute compute) {
-  if (compute == WoqCompute::kFloat || format >= kFormatFp8E4M3) return WoqOperand::kFloat;
+WoqOperand operand_kind(const PackedHeader& header, WoqCompute compute) {
+  if (compute == WoqCompute::kFloat) return WoqOperand::kFloat;
+  // With 16 registers, what is not converted anyway is as fast in 16 bits.
+  const bool bytes = IPEX_HAVE_AVX512_VNNI && is_int(header.format);
+  if (bytes || ((IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI) && header.format == kFormatFp4))
+    return WoqOperand::kPlanes;
   if (IPEX_HAVE_AVX512_BF16 && compute == WoqCompute::kBFloat16) return WoqOperand::kBFloat16;
-  return is_int(format) ? WoqOperand::kInt16 : WoqOperand::kFloat;
+  return is_int(header.format) ? WoqOperand::kInt16 : WoqOperand::kFloat;
 }
 
 // Rows that share the codes of one pass.
 int64_t rows_at_once(const WoqLinearArgs& args, int64_t rows) {
-  if (IPEX_HAVE_AMX && woq_takes_tiles(args, rows)) return 32;
+  if (IPEX_HAVE_AMX && woq_takes_tiles(args, rows))
+    return args.kind == WoqOperand::kPlanes ? 16 : 32;
   return args.kind == WoqOperand::kBFloat16 ? 8 : 4;
 }
 
@@ -58,30 +64,67 @@ void product_int16(const WoqLinearArgs& args, const StripList& strips, int64_t r
   });
 }
 
+#if IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI
+void product_planes(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
+                    float* c) {
+  with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
+    // Twice the sums of other kernels.
+    constexpr int kStrips = kLanes == 16 ? (kRows <= 2 ? 4 : 2) : kRows == 1 ? 2 : 1;
+    by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
+      if (args.header.format == kFormatInt4)
+        few_planes<kFormatInt4, kRows, kStrips>(args, at, row, to);
+      else if (args.header.format == kFormatFp4)
+        few_planes<kFormatFp4, kRows, kStrips>(args, at, row, to);
+      else
+        few_planes<kFormatInt8, kRows, kStrips>(args, at, row, to);
+    });
+  });
+}
+#endif
+
 #if IPEX_HAVE_AVX512_BF16
 void product_bf16(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
                   float* c) {
-  with_rows<8>(rows, [&]<int kRows>() IPEX_LAMBDA {
-    constexpr int kStrips = kRows <= 4 ? 4 : 2;
-    by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
-      if (args.header.format != kFormatInt8)
-        few_bf16<true, kRows, kStrips>(args, at, row, to);
-      else
-        few_bf16<false, kRows, kStrips>(args, at, row, to);
+  with_format(args.header.format, [&]<uint32_t kFormat>() {
+    constexpr uint32_t kCodes = kFormat == kFormatInt4 ? kFormatNf4 : kFormat;
+    with_rows<8>(rows, [&]<int kRows>() IPEX_LAMBDA {
+      constexpr int kStrips = kRows <= 4 ? 4 : 2;
+      by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
+        few_bf16<kCodes, kRows, kStrips>(args, at, row, to);
+      });
     });
   });
 }
 #endif
 
 #if IPEX_HAVE_AMX
+// `last`: no strips come after these.
 void product_tiles(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
-                   float* c, TileScope& scope) {
-  scope.configure(rows);
-  by_strips<2>(strips, c, [&](const char* const* at, float* to) {
-    if (args.header.format != kFormatInt8)
-      few_tiles<true>(args, at, row, rows, to);
-    else
-      few_tiles<false>(args, at, row, rows, to);
+                   bool last, float* c, TileScope& scope) {
+  const auto ahead = [&](const char* const* at, int64_t count) {
+    return last && at + count >= strips.at + 4 ? 0 : fetch_distance(args.at, count);
+  };
+  if (args.kind == WoqOperand::kPlanes) {
+    scope.configure_planes(rows);
+    by_strips<2>(strips, c, [&](const char* const* at, float* to) {
+      if (args.header.format == kFormatInt4)
+        FewByteTiles<true>(args, at, row, rows, ahead(at, 2), to).run();
+      else
+        FewByteTiles<false>(args, at, row, rows, ahead(at, 2), to).run();
+    });
+    return;
+  }
+  const bool two = rows > 16;
+  two ? scope.configure(rows) : scope.configure_wide(rows);
+  with_format(args.header.format, [&]<uint32_t kFormat>() {
+    constexpr uint32_t kCodes = kFormat == kFormatInt4 ? kFormatNf4 : kFormat;
+    if (two) {
+      by_strips<2>(strips, c, [&](const char* const* at, float* to) {
+        FewTiles<kCodes, true>(args, at, row, rows, ahead(at, 2), to).run();
+      });
+    } else {
+      FewTiles<kCodes, false>(args, strips.at, row, rows, ahead(strips.at, 4), c).run();
+    }
   });
 }
 #endif
@@ -90,6 +133,9 @@ void product(const WoqLinearArgs& args, const StripList& strips, int64_t row, in
              float* c) {
 #if IPEX_HAVE_AVX512_BF16
   if (args.kind == WoqOperand::kBFloat16) return product_bf16(args, strips, row, rows, c);
+#endif
+#if IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI
+  if (args.kind == WoqOperand::kPlanes) return product_planes(args, strips, row, rows, c);
 #endif
   if (args.kind == WoqOperand::kInt16) return product_int16(args, strips, row, rows, c);
   product_float(args, strips, row, rows, c);
@@ -116,7 +162,7 @@ void few_rows(const WoqLinearArgs& args, int64_t rows, int64_t panel_begin, int6
       const int64_t n = rows - r < step ? rows - r : step;
 #if IPEX_HAVE_AMX
       if (tiles)
-        product_tiles(args, strips, r, n, c, scope);
+        product_tiles(args, strips, r, n, p + 2 >= panel_end, c, scope);
       else
 #endif
         product(args, strips, r, n, c);
@@ -142,8 +188,8 @@ void many(const WoqLinearArgs& args, char* scratch, int64_t row_begin, int64_t r
 }  // namespace
 }  // namespace ipex
 
-int32_t ipex_k_woq_operand(uint32_t format, int32_t compute) {
-  return static_cast<int32_t>(ipex::operand_kind(format, static_cast<ipex::WoqCompute>(compute)));
+int32_t ipex_k_woq_operand(const ipex::PackedHeader* header, int32_t compute) {
+  return static_cast<int32_t>(ipex::operand_kind(*header, static_cast<ipex::WoqCompute>(compute)));
 }
 
 #define IPEX_DEFINE_WOQ(suffix, T)                                                                 \

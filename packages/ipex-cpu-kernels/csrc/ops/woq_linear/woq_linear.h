@@ -19,6 +19,7 @@ enum class WoqOperand : int32_t {
   kFloat,     // [rows][k_padded] float
   kBFloat16,  // [rows][k_padded] BFloat16
   kInt16,     // [rows][k_padded] int16 with a scale per chunk
+  kPlanes,    // the same as two bytes, in steps: see woq_few_planes.h
 };
 
 // y = epilogue(x * W)
@@ -35,10 +36,13 @@ struct WoqLinearArgs {
   // Filled in by the prepare kernels.
   void* operand;  // few rows: see WoqOperand; many rows: [rows][k] of the type of `compute`
   int64_t operand_stride;  // elements between two rows
-  float* sums;             // few rows: [rows][groups] sums of the activations
-  float* chunk_scales;     // kInt16: [rows][chunks]
-  float* chunk_sums;       // kInt16: [rows][chunks] sums of the integers
-  int64_t chunk;           // kInt16: elements that share a scale
+  // kBFloat16: elements from 32 of K to the next 32 of a row. 32, or more where the rows lie in the
+  // order of tiles. kPlanes: bytes of a step.
+  int64_t operand_step = 32;
+  float* sums;          // few rows: [rows][groups] sums of the activations
+  float* chunk_scales;  // kInt16, kPlanes: [rows][chunks]
+  float* chunk_sums;    // the same: [rows][chunks] sums of the integers
+  int64_t chunk;        // the same: elements that share a scale
   int64_t chunks;
   WoqOperand kind;
 };
@@ -50,11 +54,42 @@ inline constexpr int64_t kWoqChunk = 256;
 // Rows up to which weights are decoded as they are read; more rows share decoded panels.
 inline constexpr int64_t kWoqFewRows = 32;
 
-// Whether few rows in bfloat16 can use AMX tiles: groups are whole tiles along K. A single row is
-// faster without.
+// Elements of K in a step of WoqOperand::kPlanes.
+inline constexpr int64_t kWoqPlaneStep = 64;
+
+// Whether few rows can use AMX tiles: groups are whole tiles along K. A single row is faster
+// without.
 inline bool woq_takes_tiles(const WoqLinearArgs& args, int64_t rows) {
-  return args.kind == WoqOperand::kBFloat16 && rows > 1 && args.at.k_padded % 32 == 0 &&
-         (args.at.groups == 1 || args.header.group % 32 == 0);
+  const bool planes = args.kind == WoqOperand::kPlanes && args.header.format != kFormatFp4;
+  const int64_t step = planes ? kWoqPlaneStep : 32;
+  return (planes || args.kind == WoqOperand::kBFloat16) && rows > 1 &&
+         args.at.k_padded % step == 0 && (args.at.groups == 1 || args.header.group % step == 0);
+}
+
+// Takes bfloat16 in place of bytes where tiles take only that: bytes need longer groups, and
+// nibbles as bytes gain with a few rows only.
+inline void woq_choose_operand(WoqLinearArgs& args, int64_t rows, bool tiles) {
+  if (!tiles || args.kind != WoqOperand::kPlanes || args.compute != WoqCompute::kBFloat16) return;
+  const bool nibbles = args.header.format != kFormatInt8;
+  if (rows > 1 && (!woq_takes_tiles(args, rows) || (nibbles && rows > 4)))
+    args.kind = WoqOperand::kBFloat16;
+}
+
+// Lays out the activations of `few` from args.operand on. Returns the bytes they take.
+inline int64_t woq_few_layout(WoqLinearArgs& args, int64_t rows, bool tiles) {
+  args.operand_stride = args.at.k_padded;
+  if (args.kind == WoqOperand::kPlanes) {
+    args.operand_stride = kWoqPlaneStep;
+    args.operand_step = 2 * rows * kWoqPlaneStep;
+    return woq_round_up(args.at.k_padded, kWoqPlaneStep) / kWoqPlaneStep * args.operand_step;
+  }
+  const int64_t element = args.kind == WoqOperand::kFloat ? 4 : 2;
+  if (args.kind == WoqOperand::kBFloat16 && tiles && woq_takes_tiles(args, rows)) {
+    // In the order of tiles: rows whose distance is a multiple of 4 KiB fight for few places in L1.
+    args.operand_stride = 32;
+    args.operand_step = rows * 32;
+  }
+  return woq_round_up(rows * args.at.k_padded * element, 64);
 }
 
 // Elements of K that are decoded at a time for many rows: two panels of them stay in L2.
@@ -67,8 +102,8 @@ inline int64_t woq_panel_scratch(int64_t rows) {
 
 }  // namespace ipex
 
-// What `few` and `prepare` use at this level for a format and a compute type: a WoqOperand.
-IPEX_KERNEL_API int32_t ipex_k_woq_operand(uint32_t format, int32_t compute);
+// What `few` and `prepare` use at this level for a weight and a compute type: a WoqOperand.
+IPEX_KERNEL_API int32_t ipex_k_woq_operand(const ipex::PackedHeader* header, int32_t compute);
 
 // prepare: converts rows of x for `few` (or for `many` if `panels`) to args->operand and friends;
 // returns 1 if a number is not finite, which only `many` handles exactly.

@@ -65,7 +65,7 @@ ScalarType dtype_of(WoqCompute compute) {
 // Rows up to which decoding each code for a few rows at a time is faster than decoded panels.
 int64_t few_limit(const WoqLinearArgs& args, int64_t rows) {
   if (args.kind == WoqOperand::kFloat) return 16;
-  if (args.kind == WoqOperand::kBFloat16 && uses_tiles(ScalarType::BFloat16))
+  if (args.kind != WoqOperand::kInt16 && uses_tiles(ScalarType::BFloat16))
     return woq_takes_tiles(args, rows) ? kWoqFewRows : 4;
   return kWoqFewRows - 1;
 }
@@ -73,12 +73,10 @@ int64_t few_limit(const WoqLinearArgs& args, int64_t rows) {
 // Rows of x for few_kernels; false if a number is not finite.
 template <class Prepare>
 bool prepare_few(WoqLinearArgs& args, int64_t rows, Prepare* prepare) {
-  const bool fixed = args.kind == WoqOperand::kInt16;
+  const bool fixed = args.kind == WoqOperand::kInt16 || args.kind == WoqOperand::kPlanes;
   args.chunk = std::min<int64_t>(args.header.group, kWoqChunk);
   args.chunks = args.at.groups > 1 ? args.at.groups : (args.k + args.chunk - 1) / args.chunk;
-  args.operand_stride = args.at.k_padded;
-  const int64_t element = args.kind == WoqOperand::kFloat ? 4 : 2;
-  const int64_t operand = woq_round_up(rows * args.operand_stride * element, 64);
+  const int64_t operand = woq_few_layout(args, rows, uses_tiles(ScalarType::BFloat16));
   const int64_t sums = woq_round_up(rows * args.at.groups * 4, 64);
   const int64_t chunks = fixed ? woq_round_up(rows * args.chunks * 4, 64) : 0;
   char* memory = Scratch<Area::kWoqOperand>::get(operand + sums + 2 * chunks);
@@ -87,7 +85,11 @@ bool prepare_few(WoqLinearArgs& args, int64_t rows, Prepare* prepare) {
   args.sums = reinterpret_cast<float*>(memory + operand);
   args.chunk_scales = reinterpret_cast<float*>(memory + operand + sums);
   args.chunk_sums = reinterpret_cast<float*>(memory + operand + sums + chunks);
-  return prepare(&args, false, 0, rows) == 0;
+  std::atomic<int32_t> bad{0};
+  parallel_for(rows, std::max<int64_t>(1, 16384 / args.k), [&](int64_t begin, int64_t end) {
+    if (prepare(&args, false, begin, end)) bad = 1;
+  });
+  return bad == 0;
 }
 
 // Rows of x for many_kernels: x itself where it is what they take.
@@ -172,7 +174,8 @@ Tensor woq_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_feat
   args.epilogue = epilogue.args;
   args.compute = compute_type(lowp, x.scalar_type());
   args.kind = static_cast<WoqOperand>(
-      operand_kernel.get()(header.format, static_cast<int32_t>(args.compute)));
+      operand_kernel.get()(&args.header, static_cast<int32_t>(args.compute)));
+  woq_choose_operand(args, rows.rows, uses_tiles(ScalarType::BFloat16));
   const GemmShape shape{rows.rows, args.at.strips / 2, k, epilogue.args.gated ? 2 : 1,
                         uses_tiles(dtype_of(args.compute))};
   run(args, shape, x.scalar_type());

@@ -300,21 +300,33 @@ class TileScope {
 
   // Tiles for `rows` rows of A and C, 1 .. 32.
   void configure(int64_t rows) {
-    if (rows == configured_) return;
-    TileConfig config;
-    config.palette = 1;
-    const auto upper = static_cast<uint8_t>(rows < 16 ? rows : 16);
-    const auto lower = static_cast<uint8_t>(rows > 16 ? rows - 16 : 1);
-    for (int t = 0; t < 8; ++t) config.bytes_per_row[t] = 64;
-    config.rows[0] = config.rows[1] = config.rows[4] = upper;
-    config.rows[2] = config.rows[3] = config.rows[5] = lower;
-    config.rows[6] = config.rows[7] = 16;
-    tile_fence(&config);
-    _tile_loadconfig(&config);
-    configured_ = rows;
+    const int64_t upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : 1;
+    load(rows, {upper, upper, lower, lower, upper, lower, 16, 16});
+  }
+  // The same for one row of tiles, 1 .. 16 rows: 0..3 C, 4 A, 5..7 W.
+  void configure_wide(int64_t rows) { load(-rows, {rows, rows, rows, rows, rows, 16, 16, 16}); }
+  // Two A for one row of tiles: 0..3 C, 4 and 5 A, 6 and 7 W.
+  void configure_planes(int64_t rows) {
+    load(-16 - rows, {rows, rows, rows, rows, rows, rows, 16, 16});
   }
 
  private:
+  struct Heights {
+    int64_t of[8];
+  };
+  void load(int64_t name, const Heights& rows) {
+    if (name == configured_) return;
+    TileConfig config;
+    config.palette = 1;
+    for (int t = 0; t < 8; ++t) {
+      config.bytes_per_row[t] = 64;
+      config.rows[t] = static_cast<uint8_t>(rows.of[t]);
+    }
+    tile_fence(&config);
+    _tile_loadconfig(&config);
+    configured_ = name;
+  }
+
   TileConfig saved_;
   int64_t configured_ = 0;
 };
