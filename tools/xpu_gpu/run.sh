@@ -50,12 +50,17 @@ if [ ! -e "$site/built" ]; then
 import ctypes, pathlib
 def hide():
     assert ctypes.CDLL(str(pathlib.Path(__file__).with_name("libhide_cuda.so"))).hide_cuda()
+    import torch
+    torch.cuda._is_compiled = lambda: False  # Dynamo takes one kind of accelerator
 END
   # Found as an installed package is: torch loads the device by its entry point.
   mkdir -p "$site/ipex_xpu_kernels-0.dist-info"
   printf 'Metadata-Version: 2.1\nName: ipex-xpu-kernels\nVersion: 0\n' > "$site/ipex_xpu_kernels-0.dist-info/METADATA"
   printf '[torch.backends]\nhide_cuda = hide_cuda:hide\nipex_xpu = ipex_xpu_kernels._autoload:autoload\n[ipex.kernels]\nxpu = ipex_xpu_kernels:register\n[ipex.components]\nxpu = ipex_xpu_kernels\n' \
     > "$site/ipex_xpu_kernels-0.dist-info/entry_points.txt"
+  mkdir -p "$site/ipex_core-0.dist-info"
+  printf 'Metadata-Version: 2.1\nName: ipex-core\nVersion: 0\n' > "$site/ipex_core-0.dist-info/METADATA"
+  printf '[torch_dynamo_backends]\nipex = ipex_core.compile_backend:ipex_backend\n' > "$site/ipex_core-0.dist-info/entry_points.txt"
   touch "$site/built"
 fi
 case ":${PYTHONPATH:-}:" in *":$site:"*) ;; *) export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} ;; esac

@@ -14,16 +14,10 @@ namespace joint = sycl::ext::oneapi::experimental::matrix;
 using sycl::access::address_space;
 using Vector = ipex::WideBits;  // of eight numbers
 
-#ifndef IPEX_DEPTH
-#define IPEX_DEPTH 32
-#endif
-#ifndef IPEX_SUB_GROUPS
-#define IPEX_SUB_GROUPS 8
-#endif
 constexpr int kTile = 128;
-constexpr int kDepth = IPEX_DEPTH;
+constexpr int kDepth = 32;
 constexpr int kSide = 16;  // of what joint_matrix multiplies
-constexpr int kSubGroups = IPEX_SUB_GROUPS;
+constexpr int kSubGroups = 4;
 constexpr int kItems = kSubGroups * IPEX_SUB_GROUP;
 constexpr int kDown = 64;
 constexpr int kAcross = kTile * kTile / kSubGroups / kDown;

@@ -227,7 +227,7 @@ bool multiply_joint(const Product& p) {
   constexpr std::int64_t kFewest = 16;
   const Tensor& y = p.y;
   const auto device = static_cast<c10::DeviceIndex>(y.get_device());
-  const std::size_t items = 8 * std::size_t{device_info(device).joint_sub_group};
+  const std::size_t items = 4 * std::size_t{device_info(device).joint_sub_group};
   if (items == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest || y.size(2) < kFewest ||
       p.a.size(2) < kFewest)
     return false;
