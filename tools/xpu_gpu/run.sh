@@ -39,7 +39,7 @@ if [ ! -e "$site/built" ]; then
   cp -r "$packages/ipex-core/src/ipex_core" "$site/"
   cmake -S "$packages/ipex-xpu-kernels" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
     -DCMAKE_CXX_STANDARD_LIBRARIES=-l:libstdc++.so.6 -DPython_EXECUTABLE="$(command -v python3)" \
-    -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" > "$folder/configure.log"
+    -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" -DIPEX_XPU_PRECOMPILE=ON > "$folder/configure.log"
   cmake --build "$folder/build" --parallel > "$folder/build.log" || { grep -m 20 -E 'error|Error' "$folder/build.log"; exit 1; }
   cp -r "$packages/ipex-xpu-kernels/src/ipex_xpu_kernels" "$site/"
   cmake --install "$folder/build" --prefix "$site/ipex_xpu_kernels" > "$folder/install.log"
@@ -50,12 +50,17 @@ if [ ! -e "$site/built" ]; then
 import ctypes, pathlib
 def hide():
     assert ctypes.CDLL(str(pathlib.Path(__file__).with_name("libhide_cuda.so"))).hide_cuda()
+    import torch
+    torch.cuda._is_compiled = lambda: False  # Dynamo takes one kind of accelerator
 END
   # Found as an installed package is: torch loads the device by its entry point.
   mkdir -p "$site/ipex_xpu_kernels-0.dist-info"
   printf 'Metadata-Version: 2.1\nName: ipex-xpu-kernels\nVersion: 0\n' > "$site/ipex_xpu_kernels-0.dist-info/METADATA"
   printf '[torch.backends]\nhide_cuda = hide_cuda:hide\nipex_xpu = ipex_xpu_kernels._autoload:autoload\n[ipex.kernels]\nxpu = ipex_xpu_kernels:register\n[ipex.components]\nxpu = ipex_xpu_kernels\n' \
     > "$site/ipex_xpu_kernels-0.dist-info/entry_points.txt"
+  mkdir -p "$site/ipex_core-0.dist-info"
+  printf 'Metadata-Version: 2.1\nName: ipex-core\nVersion: 0\n' > "$site/ipex_core-0.dist-info/METADATA"
+  printf '[torch_dynamo_backends]\nipex = ipex_core.compile_backend:ipex_backend\n' > "$site/ipex_core-0.dist-info/entry_points.txt"
   touch "$site/built"
 fi
 case ":${PYTHONPATH:-}:" in *":$site:"*) ;; *) export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} ;; esac

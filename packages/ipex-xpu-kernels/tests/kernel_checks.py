@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,12 +20,32 @@ on_cpu_device = pytest.mark.skipif(
     not DEVICE.startswith("cpu"), reason="about the SYCL CPU device, which is not under test"
 )
 
+#: The host reads the memory of the device: wrong indices are errors of the op itself.
+TELLS_AT_ONCE = DEVICE.startswith("cpu")
+since_torch_2_13 = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="this torch has it for no device"
+)
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {
     torch.float32: (1e-5, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-2),
     torch.float16: (2e-3, 1e-3),
 }
+
+
+@contextmanager
+def raises(error: type[Exception], match: str, op: str | None = None) -> Iterator[None]:
+    """Expect an error about a wrong index; a device whose memory the host cannot read tells at the next op."""
+    if TELLS_AT_ONCE:
+        with pytest.raises(error, match=match):
+            yield
+        return
+    yield
+    torch.xpu.synchronize()
+    later = f"{op or match.partition(':')[0]}: .*of an op that was started before"
+    with pytest.raises(error, match=later):
+        torch.zeros(2, device="xpu")[torch.zeros(1, dtype=torch.long, device="xpu")]
 
 
 def on(device: str, value: Any) -> Any:

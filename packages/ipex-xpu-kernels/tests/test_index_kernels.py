@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import FLOATS, check, rand
+from kernel_checks import FLOATS, TELLS_AT_ONCE, check, raises, rand
 
 import ipex_xpu_kernels
 
@@ -78,18 +78,19 @@ def test_an_index_out_of_bounds_is_named(op: str, mode: str) -> None:
         index = torch.tensor(bad, device="xpu")
         wrong = next(i for i in bad if i != 0)
         text = rf"{op}: index {wrong} is out of bounds for dimension 0 with size 4"
-        with pytest.raises(IndexError, match=text):
+        with raises(IndexError, match=text):
             CALLS[op](x, index)
-    assert x.eq(0).all()
+    if TELLS_AT_ONCE:
+        assert x.eq(0).all()
 
 
 def test_the_dimension_of_a_wrong_index_is_named() -> None:
     x = torch.zeros(4, 0, 5, device="xpu")
     i = torch.tensor([1, 3], device="xpu")
     text = "index: index 5 is out of bounds for dimension 2 with size 5"
-    with pytest.raises(IndexError, match=text):
+    with raises(IndexError, match=text):
         torch.zeros(4, 3, 5, device="xpu")[i, :, i + 2]
-    with pytest.raises(IndexError, match="index_put_: index 7 is out of bounds for dimension 1"):
+    with raises(IndexError, match="index_put_: index 7 is out of bounds for dimension 1"):
         torch.zeros(4, 6, device="xpu")[i, i + 4] = 1
     ipex_xpu_kernels.set_fallback_mode("error")
     assert x[:, :, i[:0]].shape == (4, 0, 0)
@@ -116,5 +117,5 @@ def test_positions_without_a_row_are_named() -> None:
         text = rf"{op}: position_ids must hold rows in \[0, 5\), got 5"
         for mode in ("silent", "error"):
             ipex_xpu_kernels.set_fallback_mode(mode)
-            with pytest.raises(RuntimeError, match=text):
+            with raises(RuntimeError, match=text):
                 getattr(torch.ops.ipex, op)(q, q.clone(), table, table, 4, True, positions)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import FLOATS, check, on, rand
+from kernel_checks import FLOATS, check, on, on_cpu_device, raises, rand, since_torch_2_13
 
 import ipex_core  # noqa: F401  (defines torch.ops.ipex)
 import ipex_xpu_kernels
@@ -79,7 +79,7 @@ def test_rotary_embedding(half_split: bool) -> None:
             args = (q, k, sin[:, :columns], cos[:, :columns], 16, half_split, positions)
             check(torch.ops.ipex.rotary_embedding_functional, *args)
             check(torch.ops.ipex.rotary_embedding, *args)
-    with pytest.raises(RuntimeError, match=r"rotary_embedding: position_ids must"):
+    with raises(RuntimeError, match=r"rotary_embedding: position_ids must"):
         torch.ops.ipex.rotary_embedding(*on("xpu", (q, k, sin, cos, 16, half_split, ids + 1)))
 
 
@@ -229,6 +229,7 @@ def test_topk(dtype: torch.dtype) -> None:
         x.to("xpu").topk(701)
 
 
+@since_torch_2_13  # gradients of aminmax
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradients_of_selections(dtype: torch.dtype) -> None:
     for function in (lambda x: x.topk(3, 0).values, lambda x: torch.stack(x.aminmax(dim=1))):
@@ -355,6 +356,7 @@ def test_gated_activations() -> None:
             check(torch.ops.ipex.gelu_mul, x, x.flip(0), approximate)
 
 
+@on_cpu_device
 def test_small_tensors_stay_with_the_host() -> None:
     ipex_xpu_kernels.set_kernel_mode("auto")
     for elements, expected in ((100, {"aten::_softmax.out": 1}), (1 << 15, {})):

@@ -235,6 +235,7 @@ def test_another_torch_is_named() -> None:
     assert "install the wheel ipex_xpu_kernels-" in text and "+torch2.11-" not in text
 
 
+@on_cpu_device  # the bundle for a GPU is no wheel
 def test_doctor_names_the_wheel_that_fits() -> None:
     """Without a device, where nothing has tried to load the native module."""
     code = (

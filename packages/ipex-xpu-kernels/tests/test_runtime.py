@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_checks import DEVICE
 
 import ipex_xpu_kernels as xpu
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("needs_device")
 
 def test_properties() -> None:
     properties = torch.xpu.get_device_properties(0)
-    assert properties.type == "cpu" and properties.total_memory > 0
+    assert properties.type == DEVICE[:3] and properties.total_memory > 0
     assert torch.xpu.device_count() == xpu.state().count >= 1
     assert torch.xpu.is_available() and torch.xpu.is_bf16_supported()
     assert torch.xpu.get_device_name(0) == properties.name

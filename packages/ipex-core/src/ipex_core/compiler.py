@@ -288,6 +288,8 @@ class FrozenGraph(CompiledGraph):
 
 # --- the device xpu without Triton ----------------------------------------------------------------------------------
 
+#: Further passes over graphs of aten ops, of the package that has the device: each returns notes on what it did.
+xpu_passes: list[Callable[[fx.GraphModule], list[str]]] = []
 #: Patterns whose ops read weights in the order of the CPU, or that gain by Inductor's code around them.
 _CPU_ONLY = frozenset({"attention", "linear", "post_op"})
 
@@ -313,10 +315,13 @@ def compile_eager(
 
         disabled = _CPU_ONLY | frozenset(asked.disable)
         run_passes(graph.graph, report, (), disabled, always=True, kernels=lambda op: True)
-        graph.recompile()
-        return make_boxed_func(graph.forward)
+        return training(graph, inputs)
 
     def training(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if "elementwise" not in asked.disable:
+            for change in xpu_passes:
+                report.notes.extend(change(graph))
+        graph.recompile()
         return make_boxed_func(graph.forward)
 
     compiler: Any = aot_autograd(

@@ -110,6 +110,7 @@ def test_unknown_variables_give_one_warning_with_close_matches():
     assert "IPEX_STRIKT (did you mean IPEX_STRICT?)" in text
     assert "IPEX_FOO_BAR_BAZ" in text
     assert "IPEX_COMPUTE_ENG (a variable of Intel Extension for PyTorch" in text
+    assert "has no effect here: use ipex.xpu.set_compute_eng, or IPEX_XPU_ONEDNN)" in text
     assert "IPEX_VERSION" not in text and "IPEX_INSTALL_PREFIX" not in text
 
 

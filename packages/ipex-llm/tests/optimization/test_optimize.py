@@ -14,7 +14,8 @@ from torch.ao.quantization import QConfigMapping
 
 import ipex_core
 from ipex_llm.optimization import optimize, optimize_transformers
-from ipex_quant import WoqWeightDtype, woq_qconfig
+from ipex_quant import WoqWeightDtype, get_weight_only_quant_qconfig_mapping, woq_qconfig
+from ipex_quant.weight_only.linear import WoqLinearModule
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -164,6 +165,25 @@ def test_training():
 def test_former_name():
     with pytest.warns(FutureWarning, match="optimize_transformers is deprecated"):
         optimize_transformers(FAMILIES["llama"]())
+
+
+@pytest.mark.filterwarnings("ignore:optimize_transformers is deprecated")
+def test_former_name_with_woq():
+    def quantized(model):
+        return [type(m).__name__ for m in model.modules() if isinstance(m, WoqLinearModule)]
+
+    config = get_weight_only_quant_qconfig_mapping(weight_dtype=WoqWeightDtype.INT4, group_size=128)
+    ids = torch.tensor([[1, 2, 3]])
+    once = optimize_transformers(FAMILIES["llama"](), woq=True, depth=1)
+    expected = optimize(FAMILIES["llama"](), quantization_config=config, depth=1)
+    assert quantized(once) == quantized(expected) != []
+    torch.testing.assert_close(once(ids).logits, expected(ids).logits)
+    # What is quantized already stays as it is.
+    again = optimize_transformers(once, woq=True, depth=1)
+    torch.testing.assert_close(again(ids).logits, expected(ids).logits)
+    assert quantized(optimize_transformers(FAMILIES["llama"](), woq=False, depth=1)) == []
+    with pytest.raises(TypeError, match="woq must be True or False, got 'int4'"):
+        optimize_transformers(FAMILIES["llama"](), woq="int4")
 
 
 @pytest.mark.parametrize("lowp", ["NONE", "INT8"])

@@ -36,6 +36,9 @@ struct DeviceInfo {
   std::uint32_t max_work_group_size = 0;
   std::uint32_t max_num_sub_groups = 0;
   std::vector<std::size_t> sub_group_sizes;
+  // Of kernels of joint_matrix, where the device multiplies 16 x 16 x 16 numbers of bfloat16 and
+  // half; 0 where it does not.
+  std::uint32_t joint_sub_group = 0;
   std::string
       uuid;  // 16 bytes in hexadecimal; derived from name and index where the driver has none
 };
@@ -73,7 +76,8 @@ void shutdown() noexcept;
 // ----------------------------------------------------------------------------------------------------------
 
 // Reads the manifests that the build made: for each source file NAME.sycl.cpp, which is there too,
-// one NAME.txt of lines "name symbol offset size arguments" and one NAME.spv of SPIR-V modules.
+// one NAME.txt of lines "name symbol offset size arguments" and one NAME.spv of SPIR-V modules. A
+// kernel of size 0 has no SPIR-V and is compiled from its source on every device.
 // Throws std::runtime_error.
 void set_kernel_library(const std::string& directory);
 // Whether kernels are compiled from their source on every device, not only on devices whose driver
@@ -95,6 +99,10 @@ LoadStats load_stats();
 // The kernel for the device of a queue; built or read from the cache at its first use. Throws
 // std::runtime_error.
 const sycl::kernel& kernel(std::string_view name, int device);
+
+// Bytes of each operand that an item of a kernel of this device moves at once (map_elements in
+// prelude.h): 16 on a GPU whose kernels are compiled for it, 0 where an item moves one number.
+int bytes_of_item(int device);
 
 // Starts a kernel: `global` must be divisible by `local` (a GPU refuses anything else, a CPU device
 // does not say so).

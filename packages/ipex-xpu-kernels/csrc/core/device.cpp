@@ -84,6 +84,25 @@ std::string hex_uuid(const sycl::device& device, const std::string& name, std::s
   return text;
 }
 
+std::uint32_t joint_sub_group(const sycl::device& device, const std::vector<std::size_t>& sizes) {
+  namespace matrix = sycl::ext::oneapi::experimental::matrix;
+  namespace info = sycl::ext::oneapi::experimental::info::device;
+  // The compiler of the CPU device ends the process at its instructions for tiles.
+  if (device.is_cpu()) return 0;
+  const auto combinations = ask<info::matrix_combinations>(device, {});
+  const auto has = [&](matrix::matrix_type type) {
+    return std::any_of(combinations.begin(), combinations.end(), [&](const auto& c) {
+      return c.msize == 16 && c.nsize == 16 && c.ksize == 16 && c.atype == type &&
+             c.btype == type && c.ctype == matrix::matrix_type::fp32;
+    });
+  };
+  if (!has(matrix::matrix_type::bf16) || !has(matrix::matrix_type::fp16)) return 0;
+  for (const std::uint32_t size : {16u, 32u}) {
+    if (std::find(sizes.begin(), sizes.end(), size) != sizes.end()) return size;
+  }
+  return 0;
+}
+
 // What a pointer of malloc_device may be used for cannot be asked for: on a CPU device it is
 // ordinary memory.
 DeviceInfo describe(const sycl::device& device, std::size_t index) {
@@ -107,6 +126,7 @@ DeviceInfo describe(const sycl::device& device, std::size_t index) {
       static_cast<std::uint32_t>(ask<info::max_work_group_size>(device, 1));
   result.max_num_sub_groups = ask<info::max_num_sub_groups>(device, 1);
   result.sub_group_sizes = ask<info::sub_group_sizes>(device, {});
+  result.joint_sub_group = joint_sub_group(device, result.sub_group_sizes);
   result.uuid = hex_uuid(device, result.name, index);
   return result;
 }

@@ -90,9 +90,13 @@ sycl::kernel_bundle<sycl::bundle_state::executable> compile(const Library& lib, 
   auto source = experimental::create_kernel_bundle_from_source(
       sycl_context(device), experimental::source_language::sycl, read_text(entry.source),
       experimental::properties{headers});
+  std::vector<std::string> options{"-O2", kOneModuleEach};
+  if (!device_info(device).is_cpu) {
+    options.emplace_back("-DIPEX_GPU");
+    options.push_back("-DIPEX_SUB_GROUP=" + std::to_string(device_info(device).joint_sub_group));
+  }
   return experimental::build(source, std::vector<sycl::device>{sycl_device(device)},
-                             experimental::properties{experimental::build_options{
-                                 std::vector<std::string>{"-O2", kOneModuleEach}}});
+                             experimental::properties{experimental::build_options{options}});
 }
 
 sycl::kernel build_from_source(Library& lib, const Entry& entry, int device) {
@@ -110,8 +114,13 @@ bool takes_spirv(int device) {
   return backend == sycl::backend::opencl || backend == sycl::backend::ext_oneapi_level_zero;
 }
 
+bool compiled_here(const Library& lib, int device) {
+  return lib.from_source || !takes_spirv(device);
+}
+
 sycl::kernel build(Library& lib, const Entry& entry, int device) {
-  if (lib.from_source || !takes_spirv(device)) return build_from_source(lib, entry, device);
+  // Without SPIR-V: of a device that the build had not at hand.
+  if (compiled_here(lib, device) || entry.size == 0) return build_from_source(lib, entry, device);
   const auto spirv = read_module(entry);
   if (sycl_device(device).get_backend() != sycl::backend::opencl) {
     ++lib.stats.translated;  // Level Zero drivers keep binaries themselves
@@ -183,6 +192,10 @@ std::vector<std::string> kernel_names() {
   return names;
 }
 
+int bytes_of_item(int device) {
+  return !device_info(device).is_cpu && compiled_here(library(), device) ? 16 : 0;
+}
+
 LoadStats load_stats() {
   Library& lib = library();
   const std::lock_guard lock(lib.mutex);
@@ -200,8 +213,9 @@ const sycl::kernel& kernel(std::string_view name, int device) {
   try {
     auto made = std::make_unique<sycl::kernel>(build(lib, entry->second, device));
     // Adapters of devices without SPIR-V count what was set, not what the kernel takes.
-    const auto arguments = takes_spirv(device) ? made->get_info<sycl::info::kernel::num_args>()
-                                               : entry->second.arguments;
+    const auto arguments = takes_spirv(device) && entry->second.size != 0
+                               ? made->get_info<sycl::info::kernel::num_args>()
+                               : entry->second.arguments;
     if (arguments != entry->second.arguments) {
       throw std::runtime_error("it has " + std::to_string(arguments) +
                                " arguments, the manifest says " +

@@ -17,37 +17,48 @@ here::experimental::work_group_static<Four[kDepth * kPitch / 4]> left_tile;
 here::experimental::work_group_static<Four[kDepth * kPitch / 4]> right_tile;
 
 // The part of x[row, step] that a group needs: rows from `x` on, of which there are `rows`.
+// Neighboring items bring neighboring numbers. Inlined, or its numbers would lie in memory.
 template <typename T>
 struct Operand {
   const T* x;
-  long row_stride;
-  long step_stride;
-  long rows;
-  long steps;
-  int item;
+  long jump;  // from a number of an item to its next one
+  long advance;
+  long left;  // steps from the item's first one to the last
+  int rows;   // from the item's first one
+  int row;
+  int step;
+  bool by_steps;
   float values[kEach];
 
-  // Neighboring items bring neighboring numbers.
-  int row(int i) const {
-    const int at = item + i * kItems;
-    return step_stride == 1 ? at / kDepth : at % kTile;
+  __attribute__((always_inline)) Operand(const T* first, long row_stride, long step_stride,
+                                         long rows_, long steps, int item)
+      : advance(kDepth * step_stride), by_steps(step_stride == 1) {
+    row = by_steps ? item / kDepth : item % kTile;
+    step = by_steps ? item % kDepth : item / kTile;
+    x = first + row * row_stride + step * step_stride;
+    jump = by_steps ? kItems / kDepth * row_stride : kItems / kTile * step_stride;
+    rows = static_cast<int>(rows_ < kTile ? rows_ : kTile) - row;
+    left = steps - step;
   }
-  int step(int i) const {
-    const int at = item + i * kItems;
-    return step_stride == 1 ? at % kDepth : at / kTile;
-  }
-  void fetch(long first) {
+  __attribute__((always_inline)) void fetch() {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const long r = row(i);
-      const long s = first + step(i);
-      values[i] = r < rows && s < steps ? load(x, r * row_stride + s * step_stride) : 0.f;
+      const bool inside = by_steps ? i * (kItems / kDepth) < rows && left > 0
+                                   : rows > 0 && i * (kItems / kTile) < left;
+      values[i] = inside ? load(x, i * jump) : 0.f;
     }
+    x += advance;
+    left -= kDepth;
   }
-  void put(Four* tile) const {
-    float* numbers = reinterpret_cast<float*>(tile);
+  __attribute__((always_inline)) void put(Four* tile) const {
+    float* numbers = reinterpret_cast<float*>(tile) + step * kPitch + row;
+    if (by_steps) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) numbers[step(i) * kPitch + row(i)] = values[i];
+      for (int i = 0; i < kEach; ++i) numbers[i * (kItems / kDepth)] = values[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) numbers[i * (kItems / kTile) * kPitch] = values[i];
+    }
   }
 };
 
@@ -65,24 +76,24 @@ void matmul_tiles(const T* a, const T* b, const T* c, T* y, long m, long n, long
   const long batch = item.get_group(0);
   const long first_row = item.get_group(1) * kTile;
   const long first_column = item.get_group(2) * kTile;
-  Operand<T> left{
-      a + batch * a_batch + first_row * a_row, a_row, a_step, m - first_row, steps, lane, {}};
-  Operand<T> right{
-      b + batch * b_batch + first_column * b_row, b_row, b_step, n - first_column, steps, lane, {}};
+  Operand<T> left(a + batch * a_batch + first_row * a_row, a_row, a_step, m - first_row, steps,
+                  lane);
+  Operand<T> right(b + batch * b_batch + first_column * b_row, b_row, b_step, n - first_column,
+                   steps, lane);
   const int down = lane / 16 * 4;    // the item's rows are down + 0..3 and 64 + down + 0..3
   const int across = lane % 16 * 4;  // and its columns alike
   Four* const lefts = *&left_tile;
   Four* const rights = *&right_tile;
   float sums[8][8] = {};
-  left.fetch(0);
-  right.fetch(0);
+  left.fetch();
+  right.fetch();
   for (long first = 0; first < steps; first += kDepth) {
     left.put(lefts);
     right.put(rights);
     sycl::group_barrier(group);
     if (first + kDepth < steps) {
-      left.fetch(first + kDepth);
-      right.fetch(first + kDepth);
+      left.fetch();
+      right.fetch();
     }
 #pragma unroll
     for (int step = 0; step < kDepth; ++step) {

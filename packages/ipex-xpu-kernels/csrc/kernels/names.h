@@ -10,9 +10,11 @@ using ipex::compute;
 using ipex::global_id;
 using ipex::half;
 using ipex::load;
+using ipex::map_elements;
 using ipex::Place;
 using ipex::Row;
 using ipex::store;
+using ipex::with_values;
 
 #define IPEX_FOUR(T) T, T, T, T
 #define IPEX_FLOATS(macro, op) macro(op, float) macro(op, half) macro(op, bf16)

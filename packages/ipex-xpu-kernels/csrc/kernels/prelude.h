@@ -57,6 +57,53 @@ inline void store(T* p, unsigned long i, compute<T> value) {
   p[i] = T(value);
 }
 
+// What would lie in memory, not in registers, as an argument.
+#define IPEX_INLINE __attribute__((always_inline))
+
+// Sixteen bytes of numbers, which an item of a GPU moves at once: words, since a compiler keeps
+// arrays of small numbers in memory.
+using WideBits = unsigned int __attribute__((ext_vector_type(4)));
+template <typename T>
+struct Wide {
+  static constexpr int count = 16 / sizeof(T);
+  WideBits bits;
+
+  IPEX_INLINE compute<T> get(int i) const {
+    if constexpr (sizeof(T) == 8) {
+      return static_cast<compute<T>>(bits[2 * i] | static_cast<unsigned long>(bits[2 * i + 1])
+                                                       << 32);
+    } else if constexpr (sizeof(T) == 4) {
+      return static_cast<compute<T>>(sycl::bit_cast<T>(static_cast<unsigned int>(bits[i])));
+    } else if constexpr (sizeof(T) == 2) {
+      return static_cast<compute<T>>(
+          sycl::bit_cast<T>(static_cast<unsigned short>(bits[i / 2] >> (i % 2 * 16))));
+    } else {
+      return static_cast<T>(bits[i / 4] >> (i % 4 * 8));
+    }
+  }
+  // Of results in order, of numbers of 2 or 4 bytes: the places are empty.
+  IPEX_INLINE void set(int i, compute<T> value) {
+    if constexpr (sizeof(T) == 4) {
+      bits[i] = sycl::bit_cast<unsigned int>(T(value));
+    } else {
+      bits[i / 2] |= static_cast<unsigned int>(sycl::bit_cast<unsigned short>(T(value)))
+                     << (i % 2 * 16);
+    }
+  }
+};
+template <typename T>
+IPEX_INLINE inline Wide<T> load_wide(const T* p) {
+  return {*reinterpret_cast<const WideBits*>(p)};
+}
+template <typename T>
+IPEX_INLINE inline void store_wide(T* p, const Wide<T>& values) {
+  *reinterpret_cast<WideBits*>(p) = values.bits;
+}
+template <typename... T>
+inline bool aligned(const T*... p) {
+  return ((reinterpret_cast<unsigned long>(p) | ...) & 15) == 0;
+}
+
 inline unsigned long global_id() {
   return sycl::ext::oneapi::this_work_item::get_nd_item<1>().get_global_id(0);
 }
@@ -100,6 +147,32 @@ struct Place {
   }
 };
 
+// y[i] = f(x[i]...) for the elements of an item: one of a CPU, 16 bytes of a GPU, for which the
+// host defines IPEX_GPU and starts fewer items.
+template <typename T, typename F, typename... Inputs>
+IPEX_INLINE inline void map_elements(T* y, unsigned long n, F f, const Inputs*... x) {
+#ifdef IPEX_GPU
+  constexpr int kCount = Wide<T>::count;
+  const unsigned long begin = global_id() * kCount;
+  if (begin + kCount <= n && aligned(y, x...)) {
+    Wide<T> result{};
+    const auto of = [&](const auto... wide) IPEX_INLINE {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result.set(i, f(wide.get(i)...));
+    };
+    of(load_wide(x + begin)...);
+    store_wide(y + begin, result);
+    return;
+  }
+  const unsigned long end = begin + kCount < n ? begin + kCount : n;
+#pragma unroll 1
+  for (unsigned long i = begin; i < end; ++i) store(y, i, f(load(x, i)...));
+#else
+  const unsigned long i = global_id();
+  if (i < n) store(y, i, f(load(x, i)...));
+#endif
+}
+
 // The row of a work-group. Its work-items take neighboring elements, and each step of the loops
 // but the last is whole, so that a compiler for CPUs makes plain vectors of them.
 struct Row {
@@ -129,18 +202,90 @@ struct Row {
     each([&](unsigned long i) { total += f(i); });
     return sycl::reduce_over_group(group, total, sycl::plus<float>());
   }
+  // The sum of f(i, value) over the values of the row (Plain below).
+  template <typename Values, typename F>
+  IPEX_INLINE float sum_of(const Values& values, F f) const {
+    float total = 0.f;
+    values.each([&](unsigned long i, float value) IPEX_INLINE { total += f(i, value); });
+    return sycl::reduce_over_group(group, total, sycl::plus<float>());
+  }
   // NaN if there is one.
-  template <typename F>
-  float maximum(F f) const {
+  template <typename Values>
+  IPEX_INLINE float maximum_of(const Values& values) const {
     float top = -__builtin_inff();
-    each([&](unsigned long i) {
-      const float value = f(i);
-      top = value > top || value != value ? value : top;
-    });
+    values.each([&](unsigned long, float value)
+                    IPEX_INLINE { top = value > top || value != value ? value : top; });
     const bool nan = sycl::any_of_group(group, top != top);
     const float whole = sycl::reduce_over_group(group, top, sycl::maximum<float>());
     return nan ? __builtin_nanf("") : whole;
   }
 };
+
+// The values of a row: each(f) calls f(i, value), put(y, f) makes y[i] of f(i, value).
+template <typename T>
+struct Plain {
+  Row row;
+  const T* x;
+
+  template <typename F>
+  void each(F f) const {
+    row.each([&](unsigned long i) { f(i, load(x, i)); });
+  }
+  template <typename F>
+  void put(T* y, F f) const {
+    row.each([&](unsigned long i) { store(y, i, f(i, load(x, i))); });
+  }
+};
+
+#ifdef IPEX_GPU
+// In registers, read once: up to 32 values for each item, of rows that consist of 16 bytes each.
+template <typename T>
+struct InRegisters {
+  static constexpr int kCount = Wide<T>::count;
+  static constexpr int kParts = 32 / kCount;
+  Row row;
+  Wide<T> parts[kParts];
+
+  IPEX_INLINE InRegisters(const Row& row_, const T* x) : row(row_) {
+    each_part([&](int part, unsigned long i) IPEX_INLINE { parts[part] = load_wide(x + i); });
+  }
+  template <typename F>
+  IPEX_INLINE void each_part(F f) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const unsigned long i = (part * row.lanes + row.lane) * kCount;
+      if (i < row.columns) f(part, i);
+    }
+  }
+  template <typename F>
+  IPEX_INLINE void each(F f) const {
+    each_part([&](int part, unsigned long i) IPEX_INLINE {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) f(i + j, parts[part].get(j));
+    });
+  }
+  template <typename F>
+  IPEX_INLINE void put(T* y, F f) const {
+    each_part([&](int part, unsigned long i) IPEX_INLINE {
+      Wide<T> result{};
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) result.set(j, f(i + j, parts[part].get(j)));
+      store_wide(y + i, result);
+    });
+  }
+};
+#endif
+
+// Calls f with the values of the row x, whose results go to y.
+template <typename T, typename F>
+IPEX_INLINE inline void with_values(const Row& row, const T* x, const T* y, F f) {
+#ifdef IPEX_GPU
+  if (row.columns % Wide<T>::count == 0 && row.columns <= row.lanes * 32 && aligned(x, y)) {
+    f(InRegisters<T>(row, x));
+    return;
+  }
+#endif
+  f(Plain<T>{row, x});
+}
 
 }  // namespace ipex

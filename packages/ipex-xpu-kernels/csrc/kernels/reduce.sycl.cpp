@@ -67,7 +67,23 @@ void reduce_rows(compute<T>* y, const T* x, const compute<T>* centers, unsigned 
   x += row * length + begin;
   const C center = centers ? centers[row] : C(0);
   C total = Op::template first<C>();
-  part.each_of(count, [&](unsigned long i) { total = Op::step(total, load(x, i), center); });
+  const auto step = [&](unsigned long i) { total = Op::step(total, load(x, i), center); };
+#ifdef IPEX_GPU
+  constexpr unsigned long kCount = ipex::Wide<T>::count;
+  if (count % kCount == 0 && ipex::aligned(x)) {
+#pragma unroll 4
+    for (unsigned long i = part.lane * kCount; i < count; i += part.lanes * kCount) {
+      const auto values = ipex::load_wide(x + i);
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(kCount); ++j)
+        total = Op::step(total, values.get(j), center);
+    }
+  } else {
+    part.each_of(count, step);
+  }
+#else
+  part.each_of(count, step);
+#endif
   total = Op::across(part.group, total);
   if (part.leader()) y[part.index] = total * factor;
 }

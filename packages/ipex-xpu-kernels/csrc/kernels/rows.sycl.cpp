@@ -7,8 +7,10 @@
 // ---------------------------------------------------------------------------------------------------------------
 
 // Powers of a row that is not longer.
+#ifndef IPEX_GPU  // which has registers for them
 constexpr unsigned long kPowers = 8192;
 sycl::ext::oneapi::experimental::work_group_static<float[kPowers]> powers_of_row;
+#endif
 
 template <typename T, bool logarithm>
 IPEX_KERNEL(1)
@@ -16,24 +18,30 @@ void softmax(const T* x, T* y, unsigned long columns) {
   const Row row(columns);
   x += row.begin;
   y += row.begin;
-  const float top = row.maximum([=](unsigned long i) { return load(x, i); });
-  if constexpr (!logarithm) {
-    if (columns <= kPowers) {
-      float* powers = *&powers_of_row;  // of which an item has its own only
-      const float scale =
-          1.f / row.sum([=](unsigned long i) { return powers[i] = sycl::exp(load(x, i) - top); });
-      row.each([=](unsigned long i) { store(y, i, powers[i] * scale); });
-      return;
+  with_values(row, x, y, [=](const auto& values) IPEX_INLINE {
+    const float top = row.maximum_of(values);
+#ifndef IPEX_GPU
+    if constexpr (!logarithm) {
+      if (columns <= kPowers) {
+        float* powers = *&powers_of_row;  // of which an item has its own only
+        const float scale =
+            1.f / row.sum([=](unsigned long i) { return powers[i] = sycl::exp(load(x, i) - top); });
+        row.each([=](unsigned long i) { store(y, i, powers[i] * scale); });
+        return;
+      }
     }
-  }
-  const float sum = row.sum([=](unsigned long i) { return sycl::exp(load(x, i) - top); });
-  if constexpr (logarithm) {
-    const float shift = top + sycl::log(sum);
-    row.each([=](unsigned long i) { store(y, i, load(x, i) - shift); });
-  } else {
-    const float scale = 1.f / sum;
-    row.each([=](unsigned long i) { store(y, i, sycl::exp(load(x, i) - top) * scale); });
-  }
+#endif
+    const float sum = row.sum_of(
+        values, [=](unsigned long, float value) IPEX_INLINE { return sycl::exp(value - top); });
+    if constexpr (logarithm) {
+      const float shift = top + sycl::log(sum);
+      values.put(y, [=](unsigned long, float value) IPEX_INLINE { return value - shift; });
+    } else {
+      const float scale = 1.f / sum;
+      values.put(y, [=](unsigned long, float value)
+                        IPEX_INLINE { return sycl::exp(value - top) * scale; });
+    }
+  });
 }
 
 template <typename T, bool logarithm>
@@ -56,30 +64,49 @@ void softmax_backward(const T* grad, const T* y, T* out, unsigned long columns) 
 // ----------------------------------------------------------------------------
 
 // With a residual, x + residual is rounded to the dtype, kept in `sum` and normalized.
+template <typename T>
+IPEX_INLINE inline void add_residual(const Row& row, const T* x, const T* residual, T* sum) {
+  x += row.begin;
+  residual += row.begin;
+  sum += row.begin;
+#ifdef IPEX_GPU
+  constexpr int kCount = ipex::Wide<T>::count;
+  if (row.columns % kCount == 0 && ipex::aligned(x, residual, sum)) {
+    row.each_of(row.columns / kCount, [=](unsigned long i) IPEX_INLINE {
+      const auto a = ipex::load_wide(x + i * kCount);
+      const auto b = ipex::load_wide(residual + i * kCount);
+      ipex::Wide<T> total{};
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) total.set(j, a.get(j) + b.get(j));
+      ipex::store_wide(sum + i * kCount, total);
+    });
+  } else {
+    row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });
+  }
+  sycl::group_barrier(row.group);  // other items may read them
+#else
+  row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });
+#endif
+}
+
 template <typename T, typename W, bool with_residual>
 IPEX_KERNEL(1)
 void rms_norm(const T* x, const T* residual, const W* weight, T* y, T* sum, unsigned long columns,
               float eps, float offset) {
   const Row row(columns);
-  const T* const values = (with_residual ? sum : x) + row.begin;
-  const float squares = row.sum([=](unsigned long i) {
-    if constexpr (with_residual) {
-      const T total(load(x, row.begin + i) + load(residual, row.begin + i));
-      sum[row.begin + i] = total;
-      return static_cast<float>(total) * static_cast<float>(total);
+  if constexpr (with_residual) add_residual(row, x, residual, sum);
+  T* const out = y + row.begin;
+  with_values(row, (with_residual ? sum : x) + row.begin, out, [=](const auto& values) IPEX_INLINE {
+    const float squares =
+        row.sum_of(values, [](unsigned long, float value) IPEX_INLINE { return value * value; });
+    const float scale = 1.f / sycl::sqrt(squares / columns + eps);
+    if (weight) {
+      values.put(out, [=](unsigned long i, float value)
+                          IPEX_INLINE { return value * scale * (load(weight, i) + offset); });
     } else {
-      return load(values, i) * load(values, i);
+      values.put(out, [=](unsigned long, float value) IPEX_INLINE { return value * scale; });
     }
   });
-  const float scale = 1.f / sycl::sqrt(squares / columns + eps);
-  T* const out = y + row.begin;
-  if (weight) {
-    row.each([=](unsigned long i) {
-      store(out, i, load(values, i) * scale * (load(weight, i) + offset));
-    });
-  } else {
-    row.each([=](unsigned long i) { store(out, i, load(values, i) * scale); });
-  }
 }
 
 template <typename T, typename W, bool with_residual>
@@ -87,36 +114,30 @@ IPEX_KERNEL(1)
 void layer_norm(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum,
                 W* means, W* rstds, unsigned long columns, float eps) {
   const Row row(columns);
-  const T* const values = (with_residual ? sum : x) + row.begin;
-  const float mean = row.sum([=](unsigned long i) {
-    if constexpr (with_residual) {
-      const T total(load(x, row.begin + i) + load(residual, row.begin + i));
-      sum[row.begin + i] = total;
-      return static_cast<float>(total);
-    } else {
-      return load(values, i);
-    }
-  }) / columns;
-  const float squares = row.sum([=](unsigned long i) {
-    const float d = load(values, i) - mean;
-    return d * d;
-  });
-  const float rstd = 1.f / sycl::sqrt(squares / columns + eps);
-  if (means && row.leader()) {
-    store(means, row.index, mean);
-    store(rstds, row.index, rstd);
-  }
+  if constexpr (with_residual) add_residual(row, x, residual, sum);
   T* const out = y + row.begin;
-  if (weight && bias) {
-    row.each([=](unsigned long i) {
-      store(out, i, (load(values, i) - mean) * rstd * load(weight, i) + load(bias, i));
+  with_values(row, (with_residual ? sum : x) + row.begin, out, [=](const auto& values) IPEX_INLINE {
+    const float mean =
+        row.sum_of(values, [](unsigned long, float value) IPEX_INLINE { return value; }) / columns;
+    const float squares = row.sum_of(values, [=](unsigned long, float value) IPEX_INLINE {
+      return (value - mean) * (value - mean);
     });
-  } else {
-    row.each([=](unsigned long i) {
-      const float value = (load(values, i) - mean) * rstd;
-      store(out, i, value * (weight ? load(weight, i) : 1.f) + (bias ? load(bias, i) : 0.f));
-    });
-  }
+    const float rstd = 1.f / sycl::sqrt(squares / columns + eps);
+    if (means && row.leader()) {
+      store(means, row.index, mean);
+      store(rstds, row.index, rstd);
+    }
+    if (weight && bias) {
+      values.put(out, [=](unsigned long i, float value) IPEX_INLINE {
+        return (value - mean) * rstd * load(weight, i) + load(bias, i);
+      });
+    } else {
+      values.put(out, [=](unsigned long i, float value) IPEX_INLINE {
+        const float normal = (value - mean) * rstd;
+        return normal * (weight ? load(weight, i) : 1.f) + (bias ? load(bias, i) : 0.f);
+      });
+    }
+  });
 }
 
 template <typename T, typename W>

@@ -45,15 +45,37 @@ class IsaRequest:
     source: str
 
 
-#: Variables of Intel Extension for PyTorch that have no meaning here: told as such instead of as a typing error.
-_RETIRED = frozenset(
-    """
-    IPEX_WOQ_SMALL_BATCH_THRESHOLD IPEX_WOQ_WEIGHT_CACHE_BATCH_THRESHOLD IPEX_WOQ_GEMM_LOOP_SCHEME IPEX_KCB_BLOCK_SIZE
-    IPEX_LOG_LEVEL IPEX_LOG_COMPONENT IPEX_LOG_OUTPUT IPEX_LOG_ROTATE_SIZE IPEX_LOG_SPLIT_SIZE IPEX_SHOW_OPTION
-    IPEX_XPU_ONEDNN_LAYOUT IPEX_XPU_BACKEND IPEX_XPU_SYNC_MODE IPEX_COMPUTE_ENG IPEX_TILE_AS_DEVICE IPEX_SIMPLE_TRACE
-    IPEX_GPU_EXTRA_BUILD_OPTION
-    """.split()  # noqa: SIM905  (a list of strings is three times as long)
-)
+#: Variables of Intel Extension for PyTorch that have no meaning here: told as such instead of as a typing error, with
+#: what to use instead.
+_RETIRED = {
+    **dict.fromkeys(
+        (
+            "IPEX_WOQ_SMALL_BATCH_THRESHOLD",
+            "IPEX_WOQ_WEIGHT_CACHE_BATCH_THRESHOLD",
+            "IPEX_WOQ_GEMM_LOOP_SCHEME",
+            "IPEX_KCB_BLOCK_SIZE",
+            "IPEX_GPU_EXTRA_BUILD_OPTION",
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        (
+            "IPEX_LOG_LEVEL",
+            "IPEX_LOG_COMPONENT",
+            "IPEX_LOG_OUTPUT",
+            "IPEX_LOG_ROTATE_SIZE",
+            "IPEX_LOG_SPLIT_SIZE",
+        ),
+        "ipex.set_logging_level",
+    ),
+    "IPEX_SHOW_OPTION": "ipex doctor",
+    "IPEX_XPU_ONEDNN_LAYOUT": "torch.channels_last",
+    "IPEX_XPU_BACKEND": "IPEX_XPU_DEVICE",
+    "IPEX_XPU_SYNC_MODE": "torch.xpu.synchronize()",
+    "IPEX_COMPUTE_ENG": "ipex.xpu.set_compute_eng, or IPEX_XPU_ONEDNN",
+    "IPEX_TILE_AS_DEVICE": "ZE_FLAT_DEVICE_HIERARCHY",
+    "IPEX_SIMPLE_TRACE": "torch.profiler, or SYCL_UR_TRACE=2",
+}
 #: Set by container images, for CMake, and by our own build and tests; never read by the packages.
 _IGNORED = re.compile(r"IPEX_(VERSION$|INSTALL_PREFIX$|BUILD_|TEST_|BENCH_|DEMO_)")
 
@@ -98,8 +120,10 @@ def _unknown_names(environ: Mapping[str, str]) -> list[str]:
         if close:
             lines.append(f"{name} (did you mean {' or '.join(close)}?)")
         elif name in _RETIRED:
+            instead = _RETIRED[name]
             lines.append(
-                f"{name} (a variable of Intel Extension for PyTorch that has no effect here)"
+                f"{name} (a variable of Intel Extension for PyTorch that has no effect here"
+                + (f": use {instead})" if instead else ")")
             )
         else:
             lines.append(name)

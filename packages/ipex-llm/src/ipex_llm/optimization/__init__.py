@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import inspect
 import logging
 import os
 import warnings
@@ -46,6 +47,7 @@ from ipex_llm.optimization.request import Request, checked
 from ipex_llm.patch import attach_decoder, attach_layers, optimize_rest, share_random
 from ipex_llm.patch.encoder_decoder import attach_pair, find_pair
 from ipex_quant.kv_cache import KVCacheScales
+from ipex_quant.qconfig import WoqWeightDtype, get_weight_only_quant_qconfig_mapping
 from ipex_quant.weight_only.linear import WoqLinearModule
 from ipex_quant.weight_only.torchao import replace_torchao
 
@@ -224,11 +226,38 @@ def plan(
     return planned(model, request)
 
 
-def optimize_transformers(*args: Any, **kwargs: Any) -> Any:
-    """Return `optimize` of the arguments; the former name."""
+def optimize_transformers(*args: Any, woq: bool = False, **kwargs: Any) -> Any:
+    """Return `optimize` of the arguments; the former name.
+
+    Args:
+        args: Positional arguments of `optimize`.
+        woq: The weights are quantized, or else are to be: a model whose linear layers are not quantized, with neither
+            ``quantization_config`` nor ``low_precision_checkpoint``, gets weights of 4 bits in groups of 128.
+        kwargs: Keyword arguments of `optimize`.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: ``woq`` is not a bool, and as for `optimize`.
+    """
     warnings.warn(
         "optimize_transformers is deprecated: use ipex.llm.optimize", FutureWarning, stacklevel=2
     )
+    if not isinstance(woq, bool):
+        raise TypeError(f"optimize_transformers: woq must be True or False, got {woq!r}")
+    given = inspect.signature(optimize).bind(*args, **kwargs).arguments
+    model = given["model"]
+    if (
+        woq
+        and given.get("quantization_config") is None
+        and given.get("low_precision_checkpoint") is None
+        and isinstance(model, nn.Module)
+        and not any(isinstance(module, WoqLinearModule) for module in model.modules())
+    ):
+        kwargs["quantization_config"] = get_weight_only_quant_qconfig_mapping(
+            weight_dtype=WoqWeightDtype.INT4, group_size=128
+        )
     return optimize(*args, **kwargs)
 
 

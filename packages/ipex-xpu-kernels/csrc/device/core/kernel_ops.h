@@ -7,6 +7,7 @@
 #include <c10/core/Device.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -36,6 +37,14 @@ void launch_for(const at::Tensor& tensor, const std::string& name, std::int64_t 
                 Args... args) {
   const auto device = static_cast<c10::DeviceIndex>(tensor.get_device());
   launch_elements(current_queue(device), device, name, static_cast<std::size_t>(count), args...);
+}
+// The same for kernels of map_elements, whose items may move several elements.
+template <typename... Args>
+void launch_map(const at::Tensor& tensor, const std::string& name, std::int64_t count,
+                Args... args) {
+  const std::int64_t bytes = bytes_of_item(static_cast<int>(tensor.get_device()));
+  const std::int64_t each = std::max<std::int64_t>(bytes / tensor.element_size(), 1);
+  launch_for(tensor, name, (count + each - 1) / each, args...);
 }
 template <typename... Args>
 void launch_rows(const at::Tensor& tensor, const std::string& name, std::int64_t rows,

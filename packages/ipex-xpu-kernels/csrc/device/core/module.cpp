@@ -266,6 +266,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_kernels_from_source", &set_kernels_from_source);
   m.def("set_cache_directory", &set_cache_directory);
   m.def("kernel_names", &kernel_names);
+  m.def(
+      "build_kernel", [](const std::string& name, int device) { (void)kernel(name, device); },
+      py::arg("name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
   m.def("load_stats", [] {
     const LoadStats stats = load_stats();
     py::dict result;

@@ -118,7 +118,11 @@ _STEPS: tuple[tuple[tuple[str, ...], Callable[[Context], None]], ...] = (
 )
 
 #: Names of all patterns. Convolutions have their turn later, when Inductor has folded batch norms into them.
-PATTERNS = (*dict.fromkeys(name for names, _ in _STEPS for name in names), "convolution")
+PATTERNS = (
+    *dict.fromkeys(name for names, _ in _STEPS for name in names),
+    "convolution",
+    "elementwise",  # of the device xpu
+)
 
 
 def run_passes(

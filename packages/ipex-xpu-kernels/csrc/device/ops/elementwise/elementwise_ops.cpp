@@ -37,7 +37,7 @@ bool unary(const char* op, const Tensor& x, const Tensor& out, double p = 0, dou
     out.copy_(result);
     return true;
   }
-  launch_for(x, kernel_name("unary", op, *dtype), iter.numel(),
+  launch_map(x, kernel_name("unary", op, *dtype), iter.numel(),
              static_cast<const void*>(iter.data_ptr(1)), iter.data_ptr(0),
              static_cast<unsigned long>(iter.numel()), static_cast<float>(p),
              static_cast<float>(q));
@@ -101,7 +101,7 @@ bool binary(const char* op, const Tensor& a, const Tensor& b, const Tensor& out,
   if (kernel_dtype(type)) {
     const auto factor = static_cast<float>(alpha);
     if (iter.is_contiguous()) {
-      launch_for(out, kernel_name("binary", op, *dtype), iter.numel(), iter.data_ptr(0),
+      launch_map(out, kernel_name("binary", op, *dtype), iter.numel(), iter.data_ptr(0),
                  static_cast<const void*>(iter.data_ptr(1)),
                  static_cast<const void*>(iter.data_ptr(2)),
                  static_cast<unsigned long>(iter.numel()), factor);

@@ -208,6 +208,45 @@ void multiply_tiles(const Product& p) {
             p.c.defined() ? p.beta : 0.f);
 }
 
+// The dimension of neighboring numbers of an operand for matmul_joint, whose items bring eight at a
+// time: 2 or 1, or 0 where it has none.
+int joint_dim(const Tensor& x) {
+  for (const int d : {2, 1}) {
+    if (x.stride(d) == 1 && x.stride(3 - d) % 8 == 0 && x.stride(3 - d) >= x.size(d) &&
+        x.stride(0) % 8 == 0 && x.size(d) % 8 == 0 &&
+        reinterpret_cast<std::uintptr_t>(x.const_data_ptr()) % 16 == 0)
+      return d;
+  }
+  return 0;
+}
+
+// By the device's instructions for products (joint/matmul_joint.sycl.cpp); false where the device
+// or the operands do not fit.
+bool multiply_joint(const Product& p) {
+  constexpr std::int64_t kTile = 128;
+  constexpr std::int64_t kFewest = 16;
+  const Tensor& y = p.y;
+  const auto device = static_cast<c10::DeviceIndex>(y.get_device());
+  const std::size_t items = 4 * std::size_t{device_info(device).joint_sub_group};
+  if (items == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest || y.size(2) < kFewest ||
+      p.a.size(2) < kFewest)
+    return false;
+  const int a = joint_dim(p.a);
+  const int b = joint_dim(p.b);
+  if (a == 0 || b == 0) return false;
+  const auto swapped = [](int dim) { return dim == 1 ? "true" : "false"; };
+  launch<3>(current_queue(device), device,
+            kernel_name("matmul_joint", p.dtype, std::string(swapped(a)) + ',' + swapped(b)),
+            {static_cast<std::size_t>(y.size(0)), static_cast<std::size_t>(parts(y.size(1), kTile)),
+             static_cast<std::size_t>(parts(y.size(2), kTile)) * items},
+            {1, 1, items}, p.a.const_data_ptr(), p.b.const_data_ptr(), data(p.c),
+            y.mutable_data_ptr(), static_cast<int>(y.size(1)), static_cast<int>(y.size(2)),
+            static_cast<int>(p.a.size(2)), p.a.stride(0), p.a.stride(3 - a), p.b.stride(0),
+            p.b.stride(3 - b), stride_of(p.c, 0), stride_of(p.c, 1), stride_of(p.c, 2), y.stride(0),
+            y.stride(1), y.stride(2), p.alpha, p.c.defined() ? p.beta : 0.f);
+  return true;
+}
+
 // In parts of batches, rows and columns, so that packed operands stay small.
 void multiply_parts(const Product& p) {
   const std::int64_t k = std::max<std::int64_t>(p.a.size(2), 1);
@@ -254,7 +293,8 @@ bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Te
       multiply_small(transposed))
     return true;
   if (!device_info(static_cast<c10::DeviceIndex>(out.get_device())).is_cpu) {
-    multiply_tiles(y.stride(1) == 1 && y.stride(2) != 1 ? transposed : product);
+    const Product& chosen = y.stride(1) == 1 && y.stride(2) != 1 ? transposed : product;
+    if (!multiply_joint(chosen)) multiply_tiles(chosen);
     return true;
   }
   // The transposed product, if that takes fewer cycles: what fills panels is multiplied, too, and
