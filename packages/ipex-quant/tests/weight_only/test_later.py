@@ -50,7 +50,7 @@ def test_a_weight_is_packed_when_it_is_needed() -> None:
         layer = linear_from(weight(16, 64), config, later=True)
         assert layer.packed_weight is None
         if use == "state":
-            torch.save(layer.state_dict(), file := io.BytesIO())
+            torch.save(layer.state_dict(), io.BytesIO())
             assert set(layer.state_dict()) == set(want.state_dict())
         elif use == "copy":
             layer = copy.deepcopy(layer)
