@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from ipex_llm.engine.lora import (
     adapters_of_rows,
     read_adapter,
 )
-from ipex_llm.engine.masks import Masks
 from ipex_llm.engine.params import (
     EngineStats,
     GenerationOutput,
@@ -78,6 +78,9 @@ __all__ = [
     "TokenLogprobs",
     "follow",
 ]
+
+#: Seconds that a step waits for the tokens that a grammar allows, where it has nothing else to do.
+_PATIENCE = 0.05
 
 #: Tokens of the prompt that the text of the output is decoded with: blanks depend on what is in front.
 _TEXT_CONTEXT = 6
@@ -217,7 +220,7 @@ class Engine:
         self._ended: list[StepOutput] = []
         self._ids = itertools.count()
         #: Finds the tokens that grammars allow, beside the model.
-        self._masks = Masks()
+        self._masks = ThreadPoolExecutor(2, "ipex-llm-masks")
         self._counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
@@ -427,7 +430,7 @@ class Engine:
         if not chosen:
             return outputs
         self._propose(chosen)
-        chosen = self._masks.ready(chosen)
+        chosen = self._ready(chosen)
         if not chosen:
             return outputs
         begun = time.monotonic()
@@ -443,7 +446,7 @@ class Engine:
                     ]
                 )
             ]
-            late = self._masks.late(chosen, time.monotonic() - begun)
+            late = self._late(chosen, time.monotonic() - begun)
             for pools, batch, rows in found:
                 if pools:
                     self._gather(batch, rows)
@@ -477,10 +480,7 @@ class Engine:
         for request, run in done:
             outputs += self._extend(request, run)
         outputs += map(self._finish_pooled, pooled)
-        if self._proposer is None:
-            # At once: there is time until the next step, in which the model needs all cores.
-            self._masks.begin([(request, 1) for request, _ in done if request.row >= 0])
-        else:
+        if self._proposer is not None:
             for request, _ in chosen:
                 self._scheduler.trim(request)
         return outputs
@@ -513,6 +513,35 @@ class Engine:
             return
         with torch.inference_mode():
             self._proposer.propose(wanted)
+
+    def _ready(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Begin to find the tokens that grammars allow; leave out requests whose grammar has been late before."""
+        found = []
+        waiting = []
+        for request, count in chosen:
+            if request.matcher is not None and count == request.missing:
+                if request.mask is None:
+                    request.mask = self._masks.submit(request.matcher.fill, tuple(request.drafts))
+                elif not request.mask.done():
+                    waiting.append(request.mask)
+                    continue
+            found.append((request, count))
+        if not found:
+            wait(waiting, timeout=_PATIENCE, return_when=FIRST_COMPLETED)
+        return found
+
+    @staticmethod
+    def _late(chosen: list[tuple[Request, int]], elapsed: float) -> set[str]:
+        """Return the requests whose grammar takes longer than the others may wait, which is as long as the model."""
+        masks = {r.id: r.mask for r, n in chosen if r.mask is not None and n == r.missing}
+        if not masks:
+            return set()
+        others = any(request.id not in masks for request, _ in chosen)
+        wait(masks.values(), timeout=max(elapsed, _PATIENCE / 10) if others else _PATIENCE)
+        for mask in masks.values():
+            if mask.done():
+                mask.result()  # raises what went wrong in it
+        return {name for name, mask in masks.items() if not mask.done()}
 
     def _gather(self, batch: Batch, states: torch.Tensor) -> None:
         """Hand the states of the tokens of a batch to the requests that want vectors."""
@@ -553,7 +582,6 @@ class Engine:
         adapters = adapters_of_rows(numbers, batch.starts)
         if adapters is not None:
             options["adapters"] = adapters
-        self._masks.begin(chosen)
         result = self.runner.forward(
             self._cache,
             batch.tokens,

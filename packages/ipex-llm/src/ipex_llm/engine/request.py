@@ -192,7 +192,6 @@ class Request:
         whole: Whether all tokens of the prompt must be computed, so that no shared prefix is of use.
         prompt_logprobs: Of the tokens of the prompt after the first, as far as they are computed.
         mask: Finds the tokens that the grammar allows behind the last one.
-        slow: Whether that took long the last time.
         vector: Of a request for a vector: the state, or the sum of the states, as far as they are computed.
         tokens: Prompt and output.
         computed: The first so many tokens are in the cache.
@@ -223,7 +222,6 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.vector: torch.Tensor | None = None
         self.mask: Future[None] | None = None
-        self.slow = False
         self.matcher = None if params.grammar is None else params.grammar.matcher()
         self.id = request_id
         self.prompt_length = len(prompt)

@@ -23,8 +23,6 @@ __all__ = ["Grammars", "Wanted"]
 MAX_GRAMMAR, _KEPT = 32 << 10, 32
 #: Blanks between parts of JSON: some models write nothing else once they have begun.
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
-#: Threads that find the masks of several outputs at once.
-_THREADS = 4
 #: Seconds that the tokens of one place may take; more ends the request with an error.
 _SLOWEST = 1.0
 #: Steps that lexer and parser may take; a request that needs more is refused, or ends with an error.
@@ -154,14 +152,6 @@ class _Compiled:
 
 
 @functools.cache
-def _executor() -> Any:
-    """Return the threads that find the masks of several outputs."""
-    from llguidance import LLExecutor
-
-    return LLExecutor(_THREADS)
-
-
-@functools.cache
 def _table(dtype: torch.dtype) -> Any:
     """Return for each byte of a mask what is added to 8 logits: 0, or minus infinity for a bit that is not set."""
     bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and(1)
@@ -213,23 +203,6 @@ class _Matcher:
         elif drafts:
             self._look_ahead(drafts)
         self._expand(self._bits)
-
-    @staticmethod
-    def fill_together(matchers: Sequence[_Matcher]) -> None:
-        """Do what `fill` does for several matchers of one engine, in one call that other threads need not wait for."""
-        sound = [m for m in matchers if m.error is None and not m._inner.is_error()]
-        if sound:
-            bits = torch.zeros(len(sound), sound[0]._bits.numel(), dtype=torch.int32)
-            places = [(m._inner, i) for i, m in enumerate(sound)]
-            size = bits.element_size() * bits.shape[1]
-            _executor().unsafe_compute_mask_ptr(places, bits.data_ptr(), size, len(sound))
-            for matcher, row in zip(sound, bits, strict=True):
-                matcher._bits, matcher._ahead = row, []
-        for matcher in matchers:
-            if matcher.error is not None or matcher._inner.is_error():
-                matcher.fill()  # notes why
-            else:
-                matcher._expand(matcher._bits)
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
         """Find what may come behind drafts, on a copy; a limit that is met there only ends the look."""
