@@ -69,7 +69,7 @@ def bad_calls():
     yield ssd, scan(dt=GATES[:, :3]), r"dt must have shape \[5, 4\], got \[5, 3\]"
     yield ssd, scan(C=Q[:4]), r"C must have shape \[5, G, width\] where G divides 4, got"
     yield ssd, scan(D=HEADS[:3]), r"D must have shape \[4\], got \[3\]"
-    yield ssd, (*scan(), 2.0, 1.0), "dt_min must be from 0 to dt_max = 1.0, got 2.0"
+    yield ssd, (*scan(), 2.5, 1.5), "dt_min must be from 0 to dt_max = 1.5, got 2.5"
 
 
 @refusals.each(bad_calls())
