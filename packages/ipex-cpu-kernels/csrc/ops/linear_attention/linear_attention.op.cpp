@@ -14,7 +14,9 @@ constexpr char kConv[] = "causal_conv1d_varlen";
 constexpr char kDelta[] = "gated_delta_rule";
 constexpr char kScan[] = "ssd_scan";
 
-const auto recurrence_kernels = IPEX_KERNELS(kDelta, recurrence);
+// One kernel for both, under the name of each.
+const auto delta_kernels = IPEX_KERNELS(kDelta, recurrence);
+const auto scan_kernels = IPEX_KERNELS(kScan, recurrence);
 const auto conv_kernels = IPEX_KERNELS(kConv, causal_conv1d_varlen);
 
 // Numbers of a state that one task advances, at least: about a microsecond.
@@ -179,7 +181,7 @@ void run(const char* op, RecurrenceArgs& args, ScalarType dtype, int64_t rows) {
   const int64_t work = block * std::max<int64_t>(1, rows / args.texts.batch);
   const int64_t bytes = recurrence_scratch_bytes(args.width);
   std::atomic<bool> no_memory{false};
-  recurrence_kernels.visit(dtype, [&]<class T>(auto* kernel) {
+  (args.delta ? delta_kernels : scan_kernels).visit(dtype, [&]<class T>(auto* kernel) {
     parallel_for(tasks, std::max<int64_t>(1, kGrain / work), [&](int64_t begin, int64_t end) {
       char* room = Scratch<Area::kRecurrence>::get(bytes);
       if (room)
