@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ipex_xpu_kernels._kernel import SyclKernel
+from ipex_xpu_kernels._names import resolve
 
 _aten: Any = torch.ops.aten
 _TYPES = {
@@ -67,7 +67,7 @@ def _gelu(x: str, approximate: str) -> str:
 _op(_aten.gelu.default, _gelu, approximate="none")
 
 
-def _number(value: float) -> str:
+def _number(value: Any) -> str:
     if math.isinf(value):
         return "(-__builtin_inff())" if value < 0 else "__builtin_inff()"
     return '__builtin_nanf("")' if math.isnan(value) else f"({float(value)!r}f)"
@@ -159,16 +159,14 @@ def _source(chain: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tuple[str, s
 
 
 #: Kernels of this process by name.
-_kernels: dict[str, SyclKernel] = {}
+_kernels: dict[str, Any] = {}
 
 
 def _compile(sources: dict[str, str]) -> None:
-    from ipex_xpu_kernels._inline import load_inline
-
     new = {name: text for name, text in sources.items() if name not in _kernels}
     if new:
         text = '#include "ipex/xpu.h"\n' + "\n".join(new.values())
-        _kernels.update(load_inline("chains", text, sorted(new)).kernels)
+        _kernels.update(resolve("load_inline")("chains", text, sorted(new)).kernels)
 
 
 def _caller(name: str) -> Callable[..., torch.Tensor]:
@@ -196,8 +194,6 @@ def fuse(module: fx.GraphModule) -> list[str]:
     Returns:
         Notes on what was done.
     """
-    from ipex_xpu_kernels._inline import SyclCompileError
-
     chains = _chains(module.graph)
     if not chains:
         return []
@@ -207,7 +203,7 @@ def fuse(module: fx.GraphModule) -> list[str]:
         made.append((chain, inputs, *_source(chain, inputs)))
     try:
         _compile({name: source for *_, name, source in made})
-    except SyclCompileError as error:
+    except resolve("SyclCompileError") as error:
         return [f"element-wise chains were not compiled: {str(error).splitlines()[-1]}"]
     replaced: dict[fx.Node, fx.Node] = {}
     for chain, inputs, name, _ in made:
