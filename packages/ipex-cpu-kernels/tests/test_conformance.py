@@ -53,10 +53,9 @@ def test_level_really_ran(op, level):
     """The kernel of each symbol comes from the active level, or from a lower one if the active has none."""
     info = op_info(op)
     if not info["kernels"]:
-        # Packing and gathering move bytes: one version, in the glue. The draw by seeds calls the draw by numbers, and
-        # the scan of Mamba-2 is a case of the gated delta rule.
+        # Packing and gathering move bytes: one version, in the glue. The draw by seeds calls the draw by numbers.
         names = ("pack_", "packed_", "unpack_", "all_gather_", "rnnt_", "cache_slots")
-        assert op.startswith((*names, "sample_token_seeded", "ssd_scan"))
+        assert op.startswith((*names, "sample_token_seeded"))
         return
     assert info["provider"] == "cpu"
     built = list(provider_for("cpu").isa_built)

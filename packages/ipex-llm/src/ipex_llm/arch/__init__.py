@@ -169,12 +169,12 @@ class ConvPlan:
     @property
     def channels(self) -> int:
         """Channels of the convolution."""
-        return int(self.conv.weight.shape[0])  # type: ignore[arg-type,union-attr]
+        return int(self.conv.weight.shape[0])  # type: ignore[arg-type, union-attr, index]
 
     @property
     def taps(self) -> int:
         """Width of the filter."""
-        return int(self.conv.weight.shape[-1])  # type: ignore[arg-type,union-attr]
+        return int(self.conv.weight.shape[-1])  # type: ignore[arg-type, union-attr, index]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class Emitter:
     def _pack(self, layer: LayerPlan) -> LayerWeights:
         store, mlp = self.store, layer.mlp
         attention = layer.attention
-        packed = LayerWeights(*map(store.linear, projections(attention)))
+        before, behind = projections(attention)
+        packed = LayerWeights(store.linear(before), store.linear(behind))
         if not isinstance(attention, AttentionPlan):
             packed.mixer = pack_mixer(store, attention)
         elif attention.latent is not None:

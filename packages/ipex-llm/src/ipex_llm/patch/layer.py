@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ipex_llm.arch.detect import Facts
-from ipex_llm.kv_cache import Step
+from ipex_llm.kv_cache import LayerShape, Step
 from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Patch, Reason, check_inference, given_cache, patch_of, tell
 from ipex_llm.records import KEY, record_of, recorded, without
@@ -81,6 +81,7 @@ class _Rows:
     @staticmethod
     def new(runner: Runner, batch: int, capacity: int) -> _Rows:
         shape = runner.shapes[0]
+        assert isinstance(shape, LayerShape)  # layers with a state are not run alone
         size = (batch, shape.kv_heads, capacity, shape.head_dim)
         return _Rows(torch.zeros(size, dtype=runner.dtype), torch.zeros(size, dtype=runner.dtype))
 

@@ -57,11 +57,13 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     expected = trace.input(outer[0])
     own: Any = module
     if any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
-        candidates = _recurrences(config, own, inner, outer[0], expected.shape[-1])
+        candidates: Iterator[MixerPlan] = _recurrences(
+            config, own, inner, outer[0], expected.shape[-1]
+        )
     else:
         candidates = _convolutions(own, inner, outer[0])
 
-    def error(plan: MixerPlan) -> float:
+    def error(plan: Any) -> float:
         rows = torch.cat([trace.output(m) for m in plan.input.modules], dim=-1)
         rows = rows if plan.input.order is None else rows[..., plan.input.order]
         return distance(mix(plan, rows), expected)
