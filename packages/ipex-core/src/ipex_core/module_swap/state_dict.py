@@ -29,8 +29,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipex_core.module_swap.script import FORGOTTEN
-from ipex_core.packing.layout import in_layout
-from ipex_core.packing.parameter import PackedWeight, pack
+from ipex_core.packing.parameter import PackedWeight, in_layout, pack
 
 __all__ = [
     "FORMER",

@@ -470,7 +470,8 @@ def _ssd(
     """
     heads = x.shape[1]
     b, c, rows = _grouped(B, heads), _grouped(C, heads), acc(x)
-    steps = F.softplus(acc(dt) + acc(dt_bias)).clamp(dt_min, dt_max)
+    most = torch.finfo(torch.float32).max
+    steps = F.softplus(acc(dt) + acc(dt_bias)).clamp(min(dt_min, most), min(dt_max, most))
     decay = torch.exp(acc(A) * steps)
     y = torch.empty_like(rows)
     for first, last, slot, begins in _spans(query_starts, lengths, slots):

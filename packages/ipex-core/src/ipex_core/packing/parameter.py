@@ -26,6 +26,7 @@ __all__ = [
     "exporting",
     "exporting_kernels",
     "hollow",
+    "in_layout",
     "pack",
     "unpack",
 ]
@@ -116,6 +117,18 @@ def unpack(packed: Tensor, form: str, shape: torch.Size, dtype: torch.dtype) -> 
     else:
         plain = packed.to_dense().reshape(shape)
     return plain
+
+
+def in_layout(value: Tensor, name: str) -> Tensor:
+    """Return a tensor in a memory format; the same one if it is in that already.
+
+    Args:
+        value: 3-D for ``"channels_last_1d"``, 4-D for ``"channels_last"``, 5-D for ``"channels_last_3d"``.
+        name: The memory format. torch has no name for the first: ``[N, C, W]`` lies in memory as ``[N, W, C]``.
+    """
+    if name == "channels_last_1d":
+        return value.transpose(1, 2).contiguous().transpose(1, 2)
+    return value.contiguous(memory_format=getattr(torch, name))
 
 
 def hollow(

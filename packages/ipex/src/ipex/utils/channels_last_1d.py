@@ -7,8 +7,6 @@ from typing import TypeVar
 
 import torch
 
-from ipex_core.packing.layout import in_layout, is_channels_last_1d
-
 __all__ = ["is_contiguous_channels_last_1d", "tensor_to_channels_last_1d", "to_channels_last_1d"]
 
 _T = TypeVar("_T", torch.Tensor, torch.nn.Module)
@@ -16,7 +14,7 @@ _T = TypeVar("_T", torch.Tensor, torch.nn.Module)
 
 def is_contiguous_channels_last_1d(input: torch.Tensor) -> bool:
     """Return whether a tensor ``[N, C, W]`` lies in memory as ``[N, W, C]``; False for other numbers of dimensions."""
-    return is_channels_last_1d(input)
+    return input.dim() == 3 and input.transpose(1, 2).is_contiguous()
 
 
 def tensor_to_channels_last_1d(t: torch.Tensor) -> torch.Tensor:
@@ -29,7 +27,7 @@ def tensor_to_channels_last_1d(t: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"tensor_to_channels_last_1d: t must have 3 dimensions, got shape {list(t.shape)}"
         )
-    return in_layout(t, "channels_last_1d")
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def to_channels_last_1d(t: _T) -> _T:
