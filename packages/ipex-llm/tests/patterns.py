@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from typing import Any
@@ -114,6 +115,21 @@ def _parts(model: Any, call: Pattern) -> list[Tensor]:
         found.append(logits)
         start = end
     return found
+
+
+@torch.no_grad()
+def sensitivity(model: Any, call: Pattern, draws: int = 4) -> float:
+    """Return how far the logits of a model move when its weights move by their last bit; see `difference`."""
+    worst = 0.0
+    for seed in range(draws):
+        moved = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in moved.parameters():
+            if parameter.is_floating_point():
+                steps = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter.mul_(1 + steps * torch.finfo(parameter.dtype).eps / 2)
+        worst = max(worst, difference(moved, model, call))
+    return worst
 
 
 @torch.no_grad()

@@ -148,6 +148,29 @@ def test_padding_that_states_go_through(name: str) -> None:
         close(found.logits[tokens], stock.logits[tokens])
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n in ("qwen3_next", "lfm2", "bamba")])
+@torch.no_grad()
+def test_a_single_hidden_token_counts_as_in_the_stock_model(name: str) -> None:
+    """The stock models do not mask a call with one token, so padding gets into their states there."""
+    model, fast = build(name), optimized(name)
+    ids, mask = text(2, 12, seed=7), torch.ones(2, 12, dtype=torch.int64)
+    mask[:, :4], mask[0, 9:] = 0, 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    caches: list[Any] = [{}, {}]
+    for start, end in ((0, 1), (1, 7), (7, 12)):
+        given = {
+            "input_ids": ids[:, start:end],
+            "attention_mask": mask[:, :end],
+            "position_ids": positions[:, start:end],
+        }
+        stock = model(**given, **caches[0], use_cache=True)
+        found = fast(**given, **caches[1], use_cache=True)
+        caches = [{"cache": cache_of(one)} for one in (stock, found)]
+        tokens = mask[:, start:end].bool()
+        if start:  # before there are no tokens
+            close(found.logits[tokens], stock.logits[tokens])
+
+
 @needs_models
 @torch.no_grad()
 def test_weights_that_change_are_packed_again() -> None:

@@ -308,7 +308,7 @@ class DecoderMixin(nn.Module):
         new = known[:, -count:].contiguous()
         if before is None:
             before = known.new_ones(batch, past)
-        check_gaps(self.__dict__[KEY].runner, torch.cat([before, new], dim=1))
+        check_gaps(self.__dict__[KEY].runner, torch.cat([before, new], dim=1), count)
         return new
 
     def _positions(
@@ -361,12 +361,13 @@ def check_call(
         raise Reason("not proven: position_ids that do not follow those in the cache")
 
 
-def check_gaps(runner: Runner, valid: Tensor) -> None:
+def check_gaps(runner: Runner, valid: Tensor, count: int) -> None:
     """Raise if hidden places between tokens count: programs leave them out; windows, ALiBi and states count them.
 
     Args:
         runner: Runs the decoder.
         valid: bool or int ``[batch, places]``, which of them are tokens.
+        count: How many of the places are new.
 
     Raises:
         Reason: Why the programs would compute something else.
@@ -376,6 +377,8 @@ def check_gaps(runner: Runner, valid: Tensor) -> None:
     if not states and all(one.window < 0 and one.alibi_slopes is None for one in every):
         return
     valid = valid.bool()
+    if states and count == 1 and not bool(valid[:, -1].all()):
+        raise Reason("the attention mask hides a single token, which recurrent layers count")
     gaps = ~valid & valid.cummax(1).values
     if not states:  # which also go on through padding at the end
         gaps &= valid.flip(1).cummax(1).values.flip(1)

@@ -235,7 +235,7 @@ def _check_prompt(runner: Any, input_ids: torch.Tensor, mask: torch.Tensor | Non
     if mask is not None and not bool(mask.any(1).all()):
         raise Reason("a prompt has no token")
     if mask is not None:
-        check_gaps(runner, mask)
+        check_gaps(runner, mask, mask.shape[1])
 
 
 def _each(rows: torch.Tensor, beams: int) -> torch.Tensor:
