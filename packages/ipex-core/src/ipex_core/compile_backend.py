@@ -330,13 +330,13 @@ def _compile_program(
     report: GraphReport,
     written: list[Tensor],
 ) -> _Compiled | None:
-    """Return a graph as a program, or None where ``"auto"`` leaves it to Inductor."""
-    from ipex_core.precompiled.backend import TooManyCallsError, compile_program
+    """Return a graph as a program, or None where it is left to Inductor."""
+    from ipex_core.precompiled.backend import NoProgramError, compile_program
 
-    spare = _spare(gm) if asked.program == "auto" else gm
+    whatever = asked.program is True
     try:
-        return compile_program(spare, inputs, report, asked.disable, written, asked.program is True)
-    except TooManyCallsError as error:
+        return compile_program(_spare(gm), inputs, report, asked.disable, written, whatever)
+    except NoProgramError as error:
         report.fusions.clear()
         report.notes.append(f"not run as a program: {error}")
         return None

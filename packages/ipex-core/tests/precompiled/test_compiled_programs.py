@@ -205,3 +205,28 @@ def test_a_graph_that_returns_no_tuple() -> None:
     found = compile(torch.fx.symbolic_trace(Named()), [x])(x)
     assert list(found) == ["double", "half"]
     torch.testing.assert_close(found["half"], x / 2)
+
+
+@pytest.mark.parametrize("options", [None, {"ipex.program": True}])
+def test_graphs_with_ops_that_write_are_left_to_inductor(options: dict[str, Any] | None) -> None:
+    torch.compiler.reset()
+
+    def function(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+        torch.ops.ipex.reshape_and_cache(x, x, cache, cache.clone(), slots)
+        return cache.sum() + x.relu()
+
+    def inputs() -> tuple[Tensor, ...]:
+        x = torch.arange(32.0).view(2, 2, 8) - 9
+        return x, torch.zeros(3, 2, 4, 8), torch.tensor([1, 6])
+
+    mine, theirs = inputs(), inputs()
+    fast = torch.compile(function, backend=ipex_backend, options=options)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*mine), function(*theirs))
+    torch.testing.assert_close(mine[1], theirs[1])
+    assert mine[1].any()
+    (graph,) = explain(fast).graphs
+    assert any(
+        "a program must have ops that torch calls, got auto_functionalized" in n
+        for n in graph.notes
+    )

@@ -19,15 +19,15 @@ from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
 from ipex_core.precompiled.lower import Plan, lower
 from ipex_core.precompiled.run import first_values, run_plan
 
-__all__ = ["TooManyCallsError", "compile_program"]
+__all__ = ["NoProgramError", "compile_program"]
 
 
 #: A graph with more calls of torch among so many instructions runs faster as Inductor's code.
 _MOST_CALLS = 0.05
 
 
-class TooManyCallsError(Exception):
-    """A graph with many ops that have no instruction."""
+class NoProgramError(Exception):
+    """A graph that runs as Inductor's code: many of its ops have no instruction, or one is not called by torch."""
 
 
 def compile_program(
@@ -52,18 +52,25 @@ def compile_program(
         A callable that takes the inputs of the graph.
 
     Raises:
-        TooManyCallsError: Many ops have no instruction, and ``whatever`` is False.
+        NoProgramError: The graph has a higher-order op, or many ops have no instruction and ``whatever`` is False.
     """
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        for node in graph.graph.nodes:
+            if isinstance(
+                node.target, torch._ops.HigherOrderOperator
+            ):  # control flow, ops that write
+                raise NoProgramError(
+                    f"a program must have ops that torch calls, got {node.target}: leave the graph to Inductor"
+                )
         constants, written[:] = _constants()
         with torch.no_grad(), _disable_current_modes():  # weights are folded as they are
             plan, program = _lowered(graph, constants, report, disabled)
         few = 1 + _MOST_CALLS * plan.instructions
         calls = ", ".join(f"{count}x {name}" for name, count in plan.calls.most_common())
         if not whatever and sum(plan.calls.values()) > few:
-            raise TooManyCallsError(
+            raise NoProgramError(
                 f"a program must have few calls of torch, got {calls} among {plan.instructions} instructions:"
                 " leave the graph to Inductor"
             )
