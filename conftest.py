@@ -36,6 +36,13 @@ def _no_compiled_functions() -> None:
         dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def _stock_torch() -> None:
+    """Take back what an import of the old name has changed: all tests of a process share one torch."""
+    if changes := sys.modules.get("ipex.compat.torch_changes"):
+        changes.undo()
+
+
 @pytest.fixture
 def no_gradients() -> Iterator[None]:
     """Record nothing for a backward pass."""

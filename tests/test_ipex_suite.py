@@ -164,14 +164,11 @@ def test_table_and_page():
 #: How the reason of a test that is open begins -> the row of the migration table that tells of it.
 OPEN = {
     "Conv1d stays contiguous": "enable_auto_channels_last",
-    "stock EmbeddingBag stays stock": "cpu.autocast.autocast",
     "interaction is lower precision": "nn.functional.interaction",
     "packed experts in float32": "llm.modules.GatedMLPMOE",
     "state_dict of a cast model": "optimize",
     "groups of 4 input features": "nn.modules.WeightOnlyQuantizedLinear",
-    "weight.dtype of WeightOnlyQuantizedLinear": "nn.modules.WeightOnlyQuantizedLinear",
     "the bias is added in float32": "nn.modules.WeightOnlyQuantizedLinear",
-    "IPEX replaces Tensor.numpy": "nn.functional._tensor_method._numpy",
 }
 #: Reasons that say nothing of what a name does: other names, graphs, logs, or something that is not installed.
 ELSEWHERE = {"nodes", "private", "log", "environment", "stock"}

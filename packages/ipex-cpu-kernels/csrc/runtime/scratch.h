@@ -36,6 +36,7 @@ enum class Area {
   kNormQuant,
   kPointwise,
   kRecurrence,  // a part of the state of one text
+  kVarlenConv,  // filter in float
   kRoiAlign,
   kSampleToken,
   kSelectiveScan,

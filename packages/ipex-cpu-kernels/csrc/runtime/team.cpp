@@ -219,10 +219,11 @@ bool Helpers::start(const std::vector<pid_t>& twins) {
       pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
   const auto threads = static_cast<int64_t>(twins.size());
   const auto team = std::make_shared<Team>(threads);
-  // Signals are for the threads of the program.
+  // Signals are for the threads of the program. On Linux this is the mask of the calling thread; pthread_sigmask is in
+  // another library in older releases of glibc.
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  sigprocmask(SIG_SETMASK, &all, &before);
   try {
     for (int64_t i = 1; i < threads; ++i)
       std::thread([team, i, twin = twins[static_cast<size_t>(i)]] {
@@ -234,7 +235,7 @@ bool Helpers::start(const std::vector<pid_t>& twins) {
   } catch (const std::system_error&) {
     team->end();
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  sigprocmask(SIG_SETMASK, &before, nullptr);
   return team_ != nullptr;
 }
 

@@ -154,7 +154,10 @@ def test_an_engine_that_ends():
         last = json.loads(stream.text.strip().split("\n\n")[-1].removeprefix("data: "))
         assert "ended while the request ran" in last["error"]["message"]
         answer = await post(client, prompt="A")
-        assert answer.status_code == 503 and "an engine must be up" in error_of(answer)["message"]
+        # An engine may be seen to have ended only by this request.
+        told = error_of(answer)["message"]
+        assert answer.status_code == 503
+        assert "an engine must be up" in told or "ended while the request ran" in told
         assert (await client.get("/health")).status_code == 503
         await until(lambda: first.up and second.up)
         assert first.process is not old and first.restarts == second.restarts == 1

@@ -14,7 +14,7 @@ SHAPES = [LayerShape(2, 4), LayerShape(2, 4), LayerShape(1, 8)]
 def fill(sequences, step, values):
     """Write ``values[i]`` as the key of token i, in each layer."""
     cache = sequences.cache
-    for keys in cache.keys:
+    for keys, _ in map(cache.tensors_of, range(len(SHAPES))):
         flat = keys.transpose(1, 2)  # [blocks, rows, heads, dim]
         for slot, value in zip(step.slots.tolist(), values, strict=True):
             flat[slot // cache.block_size, slot % cache.block_size] = value

@@ -28,11 +28,12 @@ def test_plan_and_cache(name):
     runner = Runner(plan, torch.float32)
     assert runner.cache_bytes(3, 16) == 2 * 3 * 16 * (32 + 8) * 4
     cache = runner.new_cache(3, 16)
-    assert cache.keys[1] is not cache.keys[0] and cache.keys[1].shape == (3, 1, 16, 40)
-    assert cache.keys[1].data_ptr() == cache.values[1].data_ptr()
-    before = cache.keys[1][1].fill_(3.0)
+    keys, values = cache.tensors_of(1)
+    assert keys is not cache.tensors_of(0)[0] and keys.shape == (3, 1, 16, 40)
+    assert keys.data_ptr() == values.data_ptr()
+    before = keys[1].fill_(3.0)
     cache.copy_blocks([1], [2])
-    assert torch.equal(cache.keys[1][2], before)
+    assert torch.equal(keys[2], before)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -136,7 +136,7 @@ Tensor causal_conv1d_varlen(const Tensor& x0, const Tensor& state, const Tensor&
   conv_kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     parallel_for(held.texts.batch * blocks, std::max<int64_t>(1, kGrain / 2 / outputs),
                  [&](int64_t begin, int64_t end) {
-                   char* room = Scratch<Area::kCausalConv>::get(bytes);
+                   char* room = Scratch<Area::kVarlenConv>::get(bytes);
                    if (room)
                      kernel(&args, begin, end, room);
                    else
