@@ -219,8 +219,8 @@ bool Helpers::start(const std::vector<pid_t>& twins) {
       pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
   const auto threads = static_cast<int64_t>(twins.size());
   const auto team = std::make_shared<Team>(threads);
-  // Signals are for the threads of the program. On Linux this is the mask of the calling thread; pthread_sigmask is in
-  // another library in older releases of glibc.
+  // Signals are for the threads of the program. On Linux this is the mask of the calling thread;
+  // pthread_sigmask is in another library in older releases of glibc.
   sigset_t all, before;
   sigfillset(&all);
   sigprocmask(SIG_SETMASK, &all, &before);
