@@ -137,14 +137,7 @@ const char* dtype_name(ScalarType dtype) {
   }
 }
 
-std::string shape_text(const Tensor& tensor) {
-  std::string text = "[";
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    if (i) text += ", ";
-    text += std::to_string(tensor.size(i));
-  }
-  return text + "]";
-}
+std::string shape_text(const Tensor& tensor) { return list_text(tensor.sizes()); }
 
 void check_tensor(const char* op, const char* name, const Tensor& x, int64_t min_dim) {
   IPEX_CHECK(is_kernel_dtype(x.scalar_type()), op, ": ", name,

@@ -18,12 +18,6 @@ const KernelBase gather_in_glue("all_gather_columns");
 
 constexpr int64_t kSumGrain = 16 * 1024;
 
-std::string list_text(const std::vector<int64_t>& values) {
-  std::string text = "[";
-  for (int64_t value : values) text += (text.size() > 1 ? ", " : "") + std::to_string(value);
-  return text + "]";
-}
-
 void check_group(const char* op, const OptionalTensor& memory, int64_t rank, double timeout,
                  const std::string& group) {
   if (memory.has_value()) {

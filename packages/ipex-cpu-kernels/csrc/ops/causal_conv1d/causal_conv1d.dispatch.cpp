@@ -4,15 +4,10 @@
 #include "causal_conv1d.h"
 
 #include "ipex/kernel/sequence_tile.h"
-#include "ipex/kernel/vec_math.h"
+#include "ipex/kernel/short_convolution.h"
 
 namespace ipex {
 namespace {
-
-template <class T>
-IPEX_INLINE f32v activated(f32v v, bool apply_silu) {
-  return apply_silu ? silu<kReducedPrecision<T>>(v) : v;
-}
 
 IPEX_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -93,12 +88,8 @@ IPEX_INLINE void load_filter(const Filter& f, int64_t first, int64_t count, floa
               to);
   else
     load_tile(static_cast<const T*>(f.weight) + first * f.width, f.width, 1, count, f.width, to);
-  f32v bias = zero();
-  if (f.bias && f.bias_is_f32)
-    bias = load_n(static_cast<const float*>(f.bias) + first, count);
-  else if (f.bias)
-    bias = load_n(static_cast<const T*>(f.bias) + first, count);
-  store(to + f.width * kLanes, bias);
+  store(to + f.width * kLanes,
+        f.bias ? load_either<T>(f.bias, f.bias_is_f32, first, count) : zero());
 }
 
 // Steps [begin, end) of `count` channels.
@@ -120,17 +111,8 @@ void convolve_columns(const CausalConvArgs& args, int64_t batch, int64_t first, 
   const T* x = static_cast<const T*>(args.x) + batch * args.x_batch + first;
   T* y = static_cast<T*>(args.y) + batch * args.y_batch + first;
   for (int64_t l = begin; l < end; ++l) {
-    f32v v = bias;
-#pragma GCC unroll 4
-    for (int64_t w = 0; w < taps; ++w) {
-      const int64_t row = l - before + w;
-      const T* from = x + row * args.x_step;
-      const f32v value = row < 0           ? load(history + (row + before) * kLanes)
-                         : count == kLanes ? load(from)
-                                           : load_n(from, count);
-      v = fma(value, load(weight + w * kLanes), v);
-    }
-    v = activated<T>(v, f.silu);
+    const f32v v =
+        activated<T>(add_taps(bias, x, args.x_step, l, taps, weight, history, count), f.silu);
     if (count == kLanes)
       store(y + l * args.y_step, v);
     else

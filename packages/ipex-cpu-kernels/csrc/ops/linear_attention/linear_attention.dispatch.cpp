@@ -3,6 +3,7 @@
 // its own: a task keeps some columns in the first-level cache while all rows of its text pass.
 #include "linear_attention.h"
 
+#include "ipex/kernel/short_convolution.h"
 #include "ipex/kernel/state_space.h"
 
 namespace ipex {
@@ -175,12 +176,6 @@ IPEX_INLINE void recurrence(const RecurrenceArgs& args, int64_t begin, int64_t e
 
 // -- the short convolution ------------------------------------------------------------------------
 
-template <class T>
-IPEX_INLINE f32v part(const void* data, bool is_f32, int64_t at, int64_t n) {
-  return is_f32 ? load_n(static_cast<const float*>(data) + at, n)
-                : load_n(static_cast<const T*>(data) + at, n);
-}
-
 // `count` channels of a text, 0 < count <= kLanes. kTaps is 0 for any number of taps.
 template <int kTaps, class T>
 void convolve(const VarlenConvArgs& args, int64_t text, int64_t channel, int64_t count,
@@ -195,24 +190,16 @@ void convolve(const VarlenConvArgs& args, int64_t text, int64_t channel, int64_t
       static_cast<T*>(args.state) + args.texts.slots[text] * before * args.channels + channel;
   for (int64_t w = 0; w < taps; ++w)
     store(weight + w * kLanes,
-          part<T>(args.weight, args.weight_is_f32, w * args.channels + channel, count));
+          load_either<T>(args.weight, args.weight_is_f32, w * args.channels + channel, count));
   for (int64_t w = 0; w < before; ++w)
     store(history + w * kLanes, begins ? zero() : load_n(state + w * args.channels, count));
-  const f32v bias = args.bias ? part<T>(args.bias, args.bias_is_f32, channel, count) : zero();
+  const f32v bias =
+      args.bias ? load_either<T>(args.bias, args.bias_is_f32, channel, count) : zero();
   const T* x = static_cast<const T*>(args.x) + first * args.x_row + channel;
   T* y = static_cast<T*>(args.y) + first * args.channels + channel;
   for (int64_t t = 0; t < rows; ++t) {
-    f32v v = bias;
-#pragma GCC unroll 4
-    for (int64_t w = 0; w < taps; ++w) {
-      const int64_t at = t - before + w;
-      const T* from = x + at * args.x_row;
-      const f32v value = at < 0            ? load(history + (at + before) * kLanes)
-                         : count == kLanes ? load(from)
-                                           : load_n(from, count);
-      v = fma(value, load(weight + w * kLanes), v);
-    }
-    if (args.silu) v = silu<kReducedPrecision<T>>(v);
+    const f32v v =
+        activated<T>(add_taps(bias, x, args.x_row, t, taps, weight, history, count), args.silu);
     if (count == kLanes)
       store(y + t * args.channels, v);
     else

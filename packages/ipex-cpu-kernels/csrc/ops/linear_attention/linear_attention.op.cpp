@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <span>
 
 #include "ipex/glue/argument_checks.h"
 #include "runtime/scratch.h"
@@ -63,20 +64,15 @@ class HeldTexts {
     return static_cast<const int32_t*>(x.const_data_ptr());
   }
   static std::string text_of(const int32_t* values, int64_t n) {
-    std::string text = "[";
-    for (int64_t i = 0; i < n; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
-    return text + "]";
+    return list_text(std::span(values, static_cast<size_t>(n)));
   }
 
   Tensor starts_, lengths_, slots_;
 };
 
 void check_contiguous(const char* op, const char* name, const Tensor& value) {
-  if (value.is_contiguous()) return;
-  std::string strides;
-  for (int64_t i = 0; i < value.dim(); ++i)
-    strides += (i ? ", " : "") + std::to_string(value.stride(i));
-  fail(op, ": ", name, " must be contiguous, got strides [", strides, "]");
+  IPEX_CHECK(value.is_contiguous(), op, ": ", name, " must be contiguous, got strides ",
+             list_text(value.strides()));
 }
 
 // Rows whose last dimension lies together.
@@ -174,23 +170,42 @@ int64_t check_state(const char* op, const Tensor& state, int64_t heads, int64_t 
   return states;
 }
 
-void run(const char* op, RecurrenceArgs& args, ScalarType dtype, int64_t rows) {
+// Runs a recurrence; in `args` is what only one of the two has.
+Tensor run(const char* op, RecurrenceArgs args, const HeldTexts& held, const Tensor& query0,
+           const Tensor& key0, const Tensor& value0, const Tensor& step, const Tensor& state) {
+  const Tensor query = dense_rows(query0), key = dense_rows(key0), value = dense_rows(value0);
+  Tensor y = new_contiguous_like(value0);
+  if (y.numel() == 0) return y;
+  args.texts = held.texts;
+  args.query = head_rows(query);
+  args.key = head_rows(key);
+  args.value = head_rows(value);
+  args.step = head_numbers(step);
+  args.state = static_cast<float*>(state.mutable_data_ptr());
+  args.y = y.mutable_data_ptr();
+  args.heads = value.size(1);
+  args.groups = query.size(1);
+  args.width = query.size(2);
+  args.size = value.size(2);
+  const int64_t rows = value.size(0);
   const int64_t blocks = (args.size + kRecurrenceColumns - 1) / kRecurrenceColumns;
   const int64_t tasks = args.texts.batch * args.heads * blocks;
   const int64_t block = std::min(args.size, kRecurrenceColumns) * args.width;
   const int64_t work = block * std::max<int64_t>(1, rows / args.texts.batch);
   const int64_t bytes = recurrence_scratch_bytes(args.width);
   std::atomic<bool> no_memory{false};
-  (args.delta ? delta_kernels : scan_kernels).visit(dtype, [&]<class T>(auto* kernel) {
-    parallel_for(tasks, std::max<int64_t>(1, kGrain / work), [&](int64_t begin, int64_t end) {
-      char* room = Scratch<Area::kRecurrence>::get(bytes);
-      if (room)
-        kernel(&args, begin, end, room);
-      else
-        no_memory = true;
-    });
-  });
+  (args.delta ? delta_kernels : scan_kernels)
+      .visit(value.scalar_type(), [&]<class T>(auto* kernel) {
+        parallel_for(tasks, std::max<int64_t>(1, kGrain / work), [&](int64_t begin, int64_t end) {
+          char* room = Scratch<Area::kRecurrence>::get(bytes);
+          if (room)
+            kernel(&args, begin, end, room);
+          else
+            no_memory = true;
+        });
+      });
   IPEX_CHECK(!no_memory, op, ": not enough memory for a part of the state");
+  return y;
 }
 
 // Float vectors [H].
@@ -206,82 +221,52 @@ struct PerHead {
   }
 };
 
-Tensor gated_delta_rule(const Tensor& q0, const Tensor& k0, const Tensor& v0, const Tensor& a,
+Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                         const Tensor& b, const Tensor& factor, const Tensor& bias,
                         const Tensor& state, const Tensor& starts, const Tensor& lengths,
                         const Tensor& slots, double scale, bool normalize) {
-  const int64_t width = check_heads(kDelta, "v", v0, "q", q0, "k", k0);
-  const int64_t rows = v0.size(0), heads = v0.size(1);
-  check_shaped(kDelta, "a", a, {rows, heads}, v0, "v", true);
-  check_shaped(kDelta, "b", b, {rows, heads}, v0, "v", true);
+  const int64_t width = check_heads(kDelta, "v", v, "q", q, "k", k);
+  const int64_t rows = v.size(0), heads = v.size(1);
+  check_shaped(kDelta, "a", a, {rows, heads}, v, "v", true);
+  check_shaped(kDelta, "b", b, {rows, heads}, v, "v", true);
   const PerHead own_factor(kDelta, "A", factor, heads, "v");
   const PerHead own_bias(kDelta, "dt_bias", bias, heads, "v");
-  const int64_t states = check_state(kDelta, state, heads, width, v0.size(2), "v");
+  const int64_t states = check_state(kDelta, state, heads, width, v.size(2), "v");
   const HeldTexts held(kDelta, starts, lengths, slots, rows, states);
-  const Tensor q = dense_rows(q0), k = dense_rows(k0), v = dense_rows(v0);
-  Tensor y = new_contiguous_like(v0);
-  if (y.numel() == 0) return y;
   RecurrenceArgs args{};
-  args.texts = held.texts;
-  args.query = head_rows(q);
-  args.key = head_rows(k);
-  args.value = head_rows(v);
-  args.step = head_numbers(a);
   args.strength = head_numbers(b);
   args.a = own_factor.data;
   args.bias = own_bias.data;
-  args.state = static_cast<float*>(state.mutable_data_ptr());
-  args.y = y.mutable_data_ptr();
-  args.heads = heads;
-  args.groups = q.size(1);
-  args.width = width;
-  args.size = v.size(2);
   args.scale = static_cast<float>(scale);
   args.least = 0.0f;
   args.most = 1e30f;
   args.delta = true;
   args.normalize = normalize;
-  run(kDelta, args, v.scalar_type(), rows);
-  return y;
+  return run(kDelta, args, held, q, k, v, a, state);
 }
 
-Tensor ssd_scan(const Tensor& x0, const Tensor& dt, const Tensor& factor, const Tensor& b0,
-                const Tensor& c0, const Tensor& skip, const Tensor& bias, const Tensor& state,
+Tensor ssd_scan(const Tensor& x, const Tensor& dt, const Tensor& factor, const Tensor& b,
+                const Tensor& c, const Tensor& skip, const Tensor& bias, const Tensor& state,
                 const Tensor& starts, const Tensor& lengths, const Tensor& slots, double dt_min,
                 double dt_max) {
-  const int64_t width = check_heads(kScan, "x", x0, "B", b0, "C", c0);
-  const int64_t rows = x0.size(0), heads = x0.size(1);
-  check_shaped(kScan, "dt", dt, {rows, heads}, x0, "x", true);
+  const int64_t width = check_heads(kScan, "x", x, "B", b, "C", c);
+  const int64_t rows = x.size(0), heads = x.size(1);
+  check_shaped(kScan, "dt", dt, {rows, heads}, x, "x", true);
   const PerHead own_factor(kScan, "A", factor, heads, "x");
   const PerHead own_skip(kScan, "D", skip, heads, "x");
   const PerHead own_bias(kScan, "dt_bias", bias, heads, "x");
-  const int64_t states = check_state(kScan, state, heads, width, x0.size(2), "x");
+  const int64_t states = check_state(kScan, state, heads, width, x.size(2), "x");
   IPEX_CHECK(dt_min >= 0 && dt_min <= dt_max, kScan, ": dt_min must be from 0 to dt_max = ", dt_max,
              ", got ", dt_min);
   const HeldTexts held(kScan, starts, lengths, slots, rows, states);
-  const Tensor x = dense_rows(x0), b = dense_rows(b0), c = dense_rows(c0);
-  Tensor y = new_contiguous_like(x0);
-  if (y.numel() == 0) return y;
   RecurrenceArgs args{};
-  args.texts = held.texts;
-  args.query = head_rows(c);
-  args.key = head_rows(b);
-  args.value = head_rows(x);
-  args.step = head_numbers(dt);
   args.a = own_factor.data;
   args.bias = own_bias.data;
   args.skip = own_skip.data;
-  args.state = static_cast<float*>(state.mutable_data_ptr());
-  args.y = y.mutable_data_ptr();
-  args.heads = heads;
-  args.groups = b.size(1);
-  args.width = width;
-  args.size = x.size(2);
   args.scale = 1.0f;
   args.least = static_cast<float>(dt_min);
   args.most = static_cast<float>(dt_max);
-  run(kScan, args, x.scalar_type(), rows);
-  return y;
+  return run(kScan, args, held, c, b, x, dt, state);
 }
 
 }  // namespace

@@ -217,19 +217,13 @@ void encode(double value, ScalarType dtype, char* to) {
   }
 }
 
-std::string text_of(const std::vector<int64_t>& values) {
-  std::string text = "[";
-  for (size_t i = 0; i < values.size(); ++i) text += (i ? ", " : "") + std::to_string(values[i]);
-  return text + "]";
-}
-
 Tensor pad(const Tensor& x, const std::vector<int64_t>& padding, double value) {
   const int64_t dims = x.dim(), given = static_cast<int64_t>(padding.size());
   IPEX_CHECK(dims <= kMaxDim, "pad: x must have at most ", kMaxDim, " dimensions, got ", dims);
   IPEX_CHECK(given % 2 == 0, "pad: padding must have two numbers for a dimension, got ", given);
   IPEX_CHECK(given <= 2 * dims,
              "pad: padding must have at most two numbers for each dimension of x (", dims,
-             "-D), got ", text_of(padding));
+             "-D), got ", list_text(padding));
   int64_t sizes[kMaxDim], before[kMaxDim] = {}, from[kMaxDim], inner[kMaxDim];
   for (int64_t d = 0; d < dims; ++d) {
     const int64_t pair = 2 * (dims - 1 - d), size = x.size(d);
@@ -237,7 +231,7 @@ Tensor pad(const Tensor& x, const std::vector<int64_t>& padding, double value) {
     const int64_t high = pair < given ? padding[static_cast<size_t>(pair + 1)] : 0;
     const int64_t cut_low = std::min<int64_t>(low, 0), cut_high = std::min<int64_t>(high, 0);
     IPEX_CHECK(cut_low + cut_high >= -size, "pad: padding must cut off at most ", size,
-               " in dimension ", d, ", got ", text_of(padding));
+               " in dimension ", d, ", got ", list_text(padding));
     sizes[d] = size + low + high;
     before[d] = std::max<int64_t>(low, 0);
     from[d] = -cut_low;

@@ -18,12 +18,6 @@ const auto columns_kernels = IPEX_KERNELS("program", reduce_columns);
 
 enum class Kind { kMean, kSum, kMaximum };
 
-std::string text_of(const std::vector<int64_t>& values) {
-  std::string text = "[";
-  for (size_t i = 0; i < values.size(); ++i) text += (i ? ", " : "") + std::to_string(values[i]);
-  return text + "]";
-}
-
 // A contiguous tensor as [outer, reduced, inner], of which the middle dimension is reduced.
 struct Extent {
   int64_t outer = 1, reduced = 1, inner = 1;
@@ -126,7 +120,7 @@ Tensor reduce(const char* op, Kind kind, const Tensor& x0, const std::vector<int
   bool reduced[kMaxDim] = {};
   for (const int64_t d : dims) {
     bool& one = reduced[d < 0 ? d + places : d];
-    IPEX_CHECK(!one, op, ": dims must be distinct, got ", text_of(dims));
+    IPEX_CHECK(!one, op, ": dims must be distinct, got ", list_text(dims));
     one = true;
   }
   if (dims.empty()) std::fill_n(reduced, dim, true);

@@ -30,12 +30,6 @@ void check_dim(const char* op, const char* name, const Tensor& x, int64_t& dim) 
   if (dim < 0) dim += dims;
 }
 
-std::string text_of(const std::vector<int64_t>& values) {
-  std::string text = "[";
-  for (size_t i = 0; i < values.size(); ++i) text += (i ? ", " : "") + std::to_string(values[i]);
-  return text + "]";
-}
-
 // Replaces 0 and -1 in `sizes`.
 void infer_sizes(const Tensor& x, std::vector<int64_t>& sizes) {
   const std::vector<int64_t> given = sizes;
@@ -44,20 +38,20 @@ void infer_sizes(const Tensor& x, std::vector<int64_t>& sizes) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (sizes[i] == 0) {
       IPEX_CHECK(static_cast<int64_t>(i) < x.dim(), "reshape: sizes must have 0 only below ",
-                 x.dim(), " (the dimensions of x), got ", text_of(given));
+                 x.dim(), " (the dimensions of x), got ", list_text(given));
       sizes[i] = x.size(static_cast<int64_t>(i));
     }
     if (sizes[i] == -1 && inferred < 0) {
       inferred = static_cast<int64_t>(i);
     } else {
       IPEX_CHECK(sizes[i] >= 0, "reshape: sizes must not be negative but for one -1, got ",
-                 text_of(given));
+                 list_text(given));
       known *= sizes[i];
     }
   }
   const bool fits = inferred < 0 ? known == numel : known > 0 && numel % known == 0;
   IPEX_CHECK(fits, "reshape: sizes must give the shape of ", numel, " elements, got ",
-             text_of(given));
+             list_text(given));
   if (inferred >= 0) sizes[static_cast<size_t>(inferred)] = numel / known;
 }
 
@@ -139,7 +133,7 @@ Tensor permute(const Tensor& x, const std::vector<int64_t>& dims) {
     strides[i] = x.stride(from);
   }
   IPEX_CHECK(fits, "permute: dims must have each dimension of x (", dim, "-D) once, got ",
-             text_of(dims));
+             list_text(dims));
   return view(x, sizes, strides, dim);
 }
 
@@ -162,7 +156,7 @@ Tensor expand(const Tensor& x, const std::vector<int64_t>& given) {
     strides[i] = sizes[i] == size ? x.stride(i - extra) : 0;
   }
   IPEX_CHECK(fits, "expand: sizes must be a shape that x of shape ", shape_text(x),
-             " broadcasts to, got ", text_of(given));
+             " broadcasts to, got ", list_text(given));
   return view(x, sizes, strides, dim);
 }
 

@@ -10,11 +10,7 @@
 
 namespace ipex {
 
-inline std::string shape_text(std::initializer_list<int64_t> sizes) {
-  std::string text = "[";
-  for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
+inline std::string shape_text(std::initializer_list<int64_t> sizes) { return list_text(sizes); }
 
 inline bool has_shape(const Tensor& x, std::initializer_list<int64_t> sizes) {
   if (x.dim() != static_cast<int64_t>(sizes.size())) return false;

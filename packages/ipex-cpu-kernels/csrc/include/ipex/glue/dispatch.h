@@ -51,6 +51,13 @@ template <class... Args>
 // "bfloat16", as users write it.
 const char* dtype_name(ScalarType dtype);
 // "[3, 4]"
+template <class Numbers>
+std::string list_text(const Numbers& numbers) {
+  std::string text = "[";
+  for (const auto number : numbers) text += (text.size() > 1 ? ", " : "") + std::to_string(number);
+  return text + "]";
+}
+// The sizes of a tensor as a list.
 std::string shape_text(const Tensor& tensor);
 
 inline bool is_kernel_dtype(ScalarType dtype) {
