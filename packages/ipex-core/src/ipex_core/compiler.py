@@ -315,9 +315,9 @@ def compile_eager(
 
         disabled = _CPU_ONLY | frozenset(asked.disable)
         run_passes(graph.graph, report, (), disabled, always=True, kernels=lambda op: True)
-        return training(graph, inputs)
+        return finish(graph, inputs)
 
-    def training(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def finish(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         if "elementwise" not in asked.disable:
             for change in xpu_passes:
                 report.notes.extend(change(graph))
@@ -325,9 +325,9 @@ def compile_eager(
         return make_boxed_func(graph.forward)
 
     compiler: Any = aot_autograd(
-        fw_compiler=training,
-        bw_compiler=training,
-        inference_compiler=inference if report.inference else training,
+        fw_compiler=finish,
+        bw_compiler=finish,
+        inference_compiler=inference if report.inference else finish,
     )
     if report.inference:
         # As in Inductor's way: nothing here requires a gradient, though its calculation may be on.

@@ -14,8 +14,10 @@ from ipex_core.library.spec import FLOATS, BenchCase, check, dtype_name
 __all__ = [
     "PRODUCT_TOLERANCE",
     "ROW_SHAPES",
+    "SUM_TOLERANCE",
     "acc",
     "check_broadcastable",
+    "check_contiguous",
     "check_device",
     "check_dtype",
     "check_dtype_in",
@@ -40,6 +42,12 @@ PRODUCT_TOLERANCE = {
     torch.float32: (1e-4, 1e-4),
     torch.bfloat16: (1.6e-2, 2e-2),
     torch.float16: (4e-3, 4e-3),
+}
+#: `OpSpec.tolerance` of ops that sum in another order than their reference, over a row or less.
+SUM_TOLERANCE = {
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 2e-3),
 }
 
 
@@ -106,6 +114,11 @@ def check_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int]) -
     """Check that ``value`` has this shape."""
     shape = list(shape)
     check(list(value.shape) == shape, op, name, f"have shape {shape}", list(value.shape))
+
+
+def check_contiguous(op: str, name: str, value: torch.Tensor) -> None:
+    """Check that the elements of ``value`` lie in memory in their order, without gaps."""
+    check(value.is_contiguous(), op, name, "be contiguous", f"strides {list(value.stride())}")
 
 
 def check_one_of(op: str, name: str, value: Any, choices: Collection[str]) -> None:

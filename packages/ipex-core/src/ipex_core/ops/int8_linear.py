@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ipex_core.library.checks import (
+    SUM_TOLERANCE,
     check_device,
     check_kind,
     check_tensor,
@@ -452,9 +453,7 @@ register(
         backward=None,
         lift=False,
         tolerance={
-            torch.float32: (1e-4, 1e-4),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 2e-3),
+            **SUM_TOLERANCE,
             torch.int8: (0.0, 1.0),
             torch.uint8: (0.0, 1.0),
         },

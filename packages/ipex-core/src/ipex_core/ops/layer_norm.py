@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import (
+    SUM_TOLERANCE,
     acc,
     check_like,
     check_not_expanded,
@@ -180,12 +181,6 @@ def _stock(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-_TOLERANCE = {
-    torch.float32: (1e-4, 1e-4),
-    torch.bfloat16: (1.6e-2, 1e-2),
-    torch.float16: (2e-3, 2e-3),
-}
-
 register(
     OpSpec(
         name="layer_norm",
@@ -195,7 +190,7 @@ register(
         fake=fake_norm,
         samples=_samples,
         stock=_stock,
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=bench_of_norm(2, 1e-5),
         summary="Layer normalization over the last dimension",
     )
@@ -213,7 +208,7 @@ register(
         autocast="widest_type",
         samples=_add_samples,
         stock=stock_after_sum(_stock),
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=bench_of_norm(2, 1e-5, added=1),
         summary="Residual addition followed by layer normalization",
     )
@@ -230,7 +225,7 @@ register(
         fake=fake_norm,
         samples=_add_samples,
         stock=stock_after_sum(_stock, in_place=True),
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=bench_of_norm(2, 1e-5, added=1),
         summary="Residual addition in place followed by layer normalization",
     )
@@ -449,7 +444,7 @@ register(
         samples=_dropout_samples,
         stock=_dropout_stock,
         backward=_backward_of_op,
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=_dropout_bench,
         summary="Dropout, residual addition and layer normalization",
     )
@@ -467,7 +462,7 @@ register(
         samples=_backward_samples,
         stock=_backward_stock,
         backward=None,
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=_backward_bench,
         summary="Gradients of dropout_add_layer_norm",
     )

@@ -14,7 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from ipex_core.library.checks import (
+    SUM_TOLERANCE,
     acc,
+    check_contiguous,
     check_device,
     check_dtype_in,
     check_kind,
@@ -122,11 +124,6 @@ def _conv(
     return torch.cat(parts).to(x.dtype) if parts else torch.empty_like(x)
 
 
-def _check_contiguous(a: Arguments, name: str) -> None:
-    value = getattr(a, name)
-    a.require(value.is_contiguous(), name, "be contiguous", f"strides {list(value.stride())}")
-
-
 def _conv_check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     a.require(a.x.dim() == 2, "x", "be 2-D [T, D]", f"{a.x.dim()}-D")
@@ -142,7 +139,7 @@ def _conv_check(a: Arguments) -> None:
     check_kind(a.op, "conv_state", a.conv_state, a.x)
     states = a.conv_state.shape[0] if a.conv_state.dim() == 3 else 0
     check_shape(a.op, "conv_state", a.conv_state, [states, shape[0] - 1, channels])
-    _check_contiguous(a, "conv_state")
+    check_contiguous(a.op, "conv_state", a.conv_state)
     check_activation(a.op, a.activation)
     _check_spans(a, a.x.shape[0], states)
 
@@ -326,7 +323,7 @@ def _check_state(a: Arguments, x: Tensor, shape: list[int], of: str) -> int:
     states = a.state.shape[0] if a.state.dim() == 4 else 0
     check_float32(a.op, "state", a.state, [states, *shape], x, of)
     check_writable(a.op, "state", a.state)
-    _check_contiguous(a, "state")
+    check_contiguous(a.op, "state", a.state)
     return states
 
 
@@ -392,12 +389,6 @@ def _delta_bench() -> Iterator[BenchCase]:
         )
 
 
-_TOLERANCE = {
-    torch.float32: (1e-4, 1e-4),
-    torch.bfloat16: (1.6e-2, 1e-2),
-    torch.float16: (2e-3, 2e-3),
-}
-
 register(
     OpSpec(
         name="gated_delta_rule",
@@ -411,7 +402,7 @@ register(
         fake=lambda a: _fake_rows(a.v),
         samples=_delta_samples,
         backward=None,
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=_delta_bench,
         summary="Gated delta rule of texts back to back, with their states in a cache",
     )
@@ -553,7 +544,7 @@ register(
         fake=lambda a: _fake_rows(a.x),
         samples=_ssd_samples,
         backward=None,
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=_ssd_bench,
         summary="Scan of Mamba-2 of texts back to back, with their states in a cache",
     )

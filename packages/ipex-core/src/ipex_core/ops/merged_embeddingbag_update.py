@@ -11,6 +11,7 @@ import torch
 
 from ipex_core.library.checks import (
     acc,
+    check_contiguous,
     check_device,
     check_dtype_in,
     check_kind,
@@ -178,7 +179,7 @@ def _check_table(op: str, name: str, value: Tensor, weight: Tensor, dtype: torch
     check_dtype_in(op, name, value, dtype)
     shape = list(weight.shape)
     check_shape(op, name, value, shape)
-    check(value.is_contiguous(), op, name, "be contiguous", f"strides {list(value.stride())}")
+    check_contiguous(op, name, value)
 
 
 def _check_update(

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.checks import (
+    SUM_TOLERANCE,
     acc,
     check_kind,
     check_shape,
@@ -382,12 +383,6 @@ def _backward_bench() -> Iterator[BenchCase]:
         yield BenchCase(case.id, lambda dtype, case=case: make(case, dtype), case.bytes)
 
 
-_TOLERANCE = {
-    torch.float32: (1e-4, 1e-4),
-    torch.bfloat16: (1.6e-2, 1e-2),
-    torch.float16: (2e-3, 2e-3),
-}
-
 register(
     OpSpec(
         name="roi_align",
@@ -401,7 +396,7 @@ register(
         samples=_samples,
         stock=_stock,
         backward=_backward,
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=_bench,
         summary="Bilinear samples of a feature map in a grid over each box",
     )
@@ -421,7 +416,7 @@ register(
         samples=_backward_samples,
         stock=_backward_stock,
         backward=None,
-        tolerance=_TOLERANCE,
+        tolerance=SUM_TOLERANCE,
         bench=_backward_bench,
         summary="Gradient of roi_align for its feature map",
     )
