@@ -294,3 +294,8 @@ def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     )
     total = (grouped << shifts).sum(dim + 1)
     return torch.where(total >= 2**31, total - 2**32, total).int()
+
+
+def ours(name: str) -> Any:
+    """Return a module of the plug-in, imported now: after `install`, so that it finds the stand-ins."""
+    return importlib.import_module(f"ipex_llm.integrations.vllm.{name}")

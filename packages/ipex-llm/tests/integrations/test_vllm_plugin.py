@@ -18,35 +18,13 @@ from torch.nn import functional
 
 from ipex_core.ops.sample_token import uniform
 from ipex_llm.integrations import vllm as plugin
-from ipex_llm.integrations.vllm import experts, extension_ops, linear, quantized_experts, ranks
+from ipex_llm.integrations.vllm import experts, extension_ops, linear, ranks
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
+pytestmark = pytest.mark.usefixtures("fresh_plugin", "no_fakes_left")
 
 
 find_gpu = plugin.gpu
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(plugin, "gpu", lambda: "")
-    plugin.platform.cache_clear()
-    yield
-    plugin.platform.cache_clear()
-
-
-@pytest.fixture(params=stand_in.VERSIONS)
-def modules(request, monkeypatch):
-    """The stand-in of each recorded version, with our platform in use."""
-    found = stand_in.install(monkeypatch, request.param)
-    stand_in.use_our_platform(found)
-    monkeypatch.setenv(ranks.VARIABLE, "nobind")
-    return found
-
-
-def ours(name):
-    return importlib.import_module(f"ipex_llm.integrations.vllm.{name}")
 
 
 # --- which platform ---------------------------------------------------------------------------------------------------
@@ -148,15 +126,22 @@ def accepts(function, parameters):
 
 
 def test_overrides_take_what_vllm_passes(modules):
-    quantized = ours("quantized")
+    quantized = stand_in.ours("quantized")
     kernel = experts.expert_class(
         modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"].CPUUnquantizedExperts
     )
     classes = (
-        *(ours("cpu_platform").IpexPlatform, ours("worker").IpexCommunicator, kernel),
-        ours("worker").IpexWorker,
-        *(ours("attention").IpexAttentionBackend, ours("attention").IpexMetadataBuilder),
-        *(ours("attention").IpexAttentionImpl, quantized.IpexWeightOnlyKernel),
+        *(
+            stand_in.ours("cpu_platform").IpexPlatform,
+            stand_in.ours("worker").IpexCommunicator,
+            kernel,
+        ),
+        stand_in.ours("worker").IpexWorker,
+        *(
+            stand_in.ours("attention").IpexAttentionBackend,
+            stand_in.ours("attention").IpexMetadataBuilder,
+        ),
+        *(stand_in.ours("attention").IpexAttentionImpl, quantized.IpexWeightOnlyKernel),
         *(quantized.IpexInt8Kernel, quantized.IpexFp8Kernel, quantized.IpexFp8BlockKernel),
     )
     checked = 0
@@ -182,7 +167,7 @@ def test_every_hook_finds_its_place(modules, monkeypatch):
     utils = modules["vllm.model_executor.layers.utils"]
     assert utils.dispatch_cpu_unquantized_gemm is linear.dispatch
     tables, cpu = modules[stand_in.KERNELS], stand_in.PlatformEnum.CPU
-    quantized = ours("quantized")
+    quantized = stand_in.ours("quantized")
     for name, kernels in quantized.TABLES.items():
         assert getattr(tables, name)[cpu][: len(kernels)] == [*kernels]
         assert len(getattr(tables, name)[cpu]) == len(kernels) + 1
@@ -237,15 +222,6 @@ def fake_layers(modules):
         modules[name] = module
 
 
-@pytest.fixture(autouse=True)
-def _no_fakes_left():
-    before = {*importlib.sys.modules}
-    yield
-    for name in {*importlib.sys.modules} - before:
-        if name.startswith("vllm.") or name in stand_in.OURS:
-            del importlib.sys.modules[name]
-
-
 # --- platform ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +239,7 @@ def selector(**options):
 
 
 def test_the_attention_backend_is_ours(modules):
-    platform = ours("cpu_platform").IpexPlatform
+    platform = stand_in.ours("cpu_platform").IpexPlatform
     path = platform.get_attn_backend_cls(None, selector())
     module, _, name = path.rpartition(".")
     backend = getattr(importlib.import_module(module), name)
@@ -276,7 +252,7 @@ def test_the_attention_backend_is_ours(modules):
 
 
 def test_latent_attention_is_vllms_backend_without_amx(modules):
-    platform = ours("cpu_platform").IpexPlatform
+    platform = stand_in.ours("cpu_platform").IpexPlatform
     path = platform.get_attn_backend_cls(None, selector(use_mla=True))
     assert path.endswith("cpu_mla.CPUMLABackend")
     config = stand_in.vllm_config(attention_config=stand_in.Config(backend=None))
@@ -299,24 +275,24 @@ def test_latent_attention_is_vllms_backend_without_amx(modules):
     ],
 )
 def test_attention_that_is_not_there_is_refused(modules, options, kind, text):
-    platform = ours("cpu_platform").IpexPlatform
+    platform = stand_in.ours("cpu_platform").IpexPlatform
     with pytest.raises(kind, match=text):
         platform.get_attn_backend_cls(None, selector(**options))
 
 
 def test_the_worker_is_ours_unless_another_is_named(modules):
-    platform = ours("cpu_platform").IpexPlatform
+    platform = stand_in.ours("cpu_platform").IpexPlatform
     config = stand_in.vllm_config()
     platform.check_and_update_config(config)
     module, _, name = config.parallel_config.worker_cls.rpartition(".")
-    assert getattr(importlib.import_module(module), name) is ours("worker").IpexWorker
+    assert getattr(importlib.import_module(module), name) is stand_in.ours("worker").IpexWorker
     config.parallel_config.worker_cls = "another.Worker"
     platform.check_and_update_config(config)
     assert config.parallel_config.worker_cls == "another.Worker"
 
 
 def test_the_cache_is_a_part_of_what_is_free(modules):
-    size, mib = ours("worker").cache_bytes, 1 << 20
+    size, mib = stand_in.ours("worker").cache_bytes, 1 << 20
     assert size(1000 * mib, 1, 0) == size(1000 * mib, 1, 600 * mib) == 500 * mib
     assert size(1000 * mib, 2, 600 * mib) == 250 * mib
     assert size(1000 * mib, 1, 100 * mib) == 200 * mib  # two batches
@@ -325,7 +301,7 @@ def test_the_cache_is_a_part_of_what_is_free(modules):
 
 
 def test_the_worker_plans_with_what_is_free(modules, monkeypatch):
-    module = ours("worker")
+    module = stand_in.ours("worker")
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 33)
     config = stand_in.vllm_config()
     worker = module.IpexWorker(config)
@@ -357,14 +333,14 @@ def test_replicas_without_a_memory_node_use_all(modules, monkeypatch, assigned, 
     monkeypatch.setattr(memory, "get_memory_affinity", lambda: [0])
     config = stand_in.vllm_config()
     config.parallel_config.assigned_physical_gpu_ids = assigned
-    ours("worker").IpexWorker(config)
+    stand_in.ours("worker").IpexWorker(config)
     assert config.parallel_config.assigned_physical_gpu_ids == kept
 
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_later_stages_can_receive_before_the_first_run(modules, monkeypatch, first, stages):
-    module = ours("worker")
+    module = stand_in.ours("worker")
     worker = module.IpexWorker(stand_in.vllm_config())
     monkeypatch.setattr(module.CPUWorker, "load_model", lambda self, **options: options)
     monkeypatch.setattr(module, "_first_stage", lambda: first)
@@ -387,7 +363,7 @@ def test_later_stages_can_receive_before_the_first_run(modules, monkeypatch, fir
 
 
 def test_replacements_of_triton_are_registered_once(modules, monkeypatch):
-    platform = ours("cpu_platform").IpexPlatform
+    platform = stand_in.ours("cpu_platform").IpexPlatform
     calls = []
     base = modules["vllm.platforms.cpu"].CpuPlatform
     monkeypatch.setattr(
@@ -483,7 +459,7 @@ def drawn(*counts):
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_attention_over_a_paged_cache(modules, window):
-    attention = ours("attention")
+    attention = stand_in.ours("attention")
     impl = implementation(attention, sliding_window=window)
     step, slots = step_of(attention, QUERIES, KEYS)
     query, key, value = drawn(sum(QUERIES), sum(KEYS), sum(KEYS))
@@ -499,7 +475,7 @@ def test_attention_over_a_paged_cache(modules, window):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
 def test_attention_over_an_fp8_cache(modules, name):
-    attention = ours("attention")
+    attention = stand_in.ours("attention")
     impl = implementation(attention, kv_cache_dtype=name)
     step, slots = step_of(attention, QUERIES, KEYS)
     query, key, value = drawn(sum(QUERIES), sum(KEYS), sum(KEYS))
@@ -514,7 +490,7 @@ def test_attention_over_an_fp8_cache(modules, name):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_of_an_encoder_has_no_cache(modules, window):
-    attention = ours("attention")
+    attention = stand_in.ours("attention")
     impl = implementation(attention, attn_type="encoder_only", sliding_window=window)
     step, _ = step_of(attention, QUERIES, QUERIES, causal=False)
     query, key, value = drawn(*[sum(QUERIES)] * 3)
@@ -526,7 +502,7 @@ def test_attention_of_an_encoder_has_no_cache(modules, window):
 
 
 def test_cross_attention_sees_all_keys(modules):
-    attention = ours("attention")
+    attention = stand_in.ours("attention")
     spec = modules["vllm.v1.kv_cache_interface"].CrossAttentionSpec()
     step, _ = step_of(attention, QUERIES, KEYS, spec=spec)
     assert step.causal is False
@@ -534,7 +510,7 @@ def test_cross_attention_sees_all_keys(modules):
 
 
 def test_bad_calls_of_the_attention_are_refused(modules):
-    attention = ours("attention")
+    attention = stand_in.ours("attention")
     with pytest.raises(NotImplementedError, match="one bool for the batch"):
         step_of(attention, QUERIES, KEYS, causal=torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="one number for each of 4 heads, got 3"):
@@ -701,7 +677,7 @@ def test_ranks_of_a_machine_are_bound_with_all_its_replicas(modules, monkeypatch
     config = stand_in.vllm_config()
     config.parallel_config.local_world_size = 2
     config.parallel_config.data_parallel_size_local = 3
-    ours("cpu_platform").IpexPlatform.check_and_update_config(config)
+    stand_in.ours("cpu_platform").IpexPlatform.check_and_update_config(config)
     assert counts == [6]
 
 
@@ -720,10 +696,10 @@ def test_the_cores_of_this_machine_are_vllms_list(modules, monkeypatch):
 
 
 def test_ranks_of_ray_are_counted_by_a_resource_and_bound(modules, monkeypatch):
-    module, executor = ours("ray_executor"), modules["vllm.v1.executor.ray_executor_v2"]
+    module, executor = stand_in.ours("ray_executor"), modules["vllm.v1.executor.ray_executor_v2"]
     config = stand_in.vllm_config()
     config.parallel_config.distributed_executor_backend = "ray"
-    platform = ours("cpu_platform").IpexPlatform
+    platform = stand_in.ours("cpu_platform").IpexPlatform
     platform.check_and_update_config(config)
     assert config.parallel_config.distributed_executor_backend is module.IpexRayExecutor
     assert platform.ray_device_key == "ipex_rank"
@@ -923,409 +899,11 @@ def test_inputs_of_a_draft_model(shift):
     assert masked.tolist() == [token == 99 for token in tokens]
 
 
-# --- linear layers ----------------------------------------------------------------------------------------------------
-
-
-def test_a_layer_is_packed_once_and_freed(modules):
-    layer = stand_in.layer_of(weight=torch.randn(40, 24))
-    weight = layer.weight.detach().clone()
-    linear.dispatch(layer, remove_weight=True)
-    assert layer.weight.numel() == 0
-    x, bias = torch.randn(3, 24), torch.randn(40)
-    wanted = functional.linear(x, weight, bias)
-    torch.testing.assert_close(layer.cpu_linear(x, layer.weight, bias), wanted, **NEAR)
-
-
-def test_what_cannot_be_packed_stays_plain(modules):
-    for weight in (
-        torch.randn(4, 2, 3),
-        torch.randn(4, 3).double(),
-        torch.empty(4, 3, device="meta"),
-    ):
-        layer = stand_in.layer_of(weight=weight)
-        linear.dispatch(layer, remove_weight=True)
-        assert layer.cpu_linear is functional.linear and layer.weight.shape == weight.shape
-
-
-def head(weight):
-    made = type("ParallelLMHead", (torch.nn.Module,), {})()
-    made.weight = weight
-    return made
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_is_held_once(modules, monkeypatch, tied):
-    config = stand_in.vllm_config()
-    config.model_config.hf_text_config.tie_word_embeddings = tied
-    modules["vllm.config"].get_current_vllm_config_or_none = lambda: config
-    linear.replace_unquantized()
-    method = modules["vllm.model_executor.layers.vocab_parallel_embedding"]
-    method = method.UnquantizedEmbeddingMethod()
-    table = stand_in.layer_of(weight=torch.randn(50, 24))
-    last = head(table.weight if tied else torch.nn.Parameter(torch.randn(50, 24)))
-    rows, weight = table.weight.detach().clone(), last.weight.detach().clone()
-    for layer in (table, last):
-        linear.dispatch(layer, remove_weight=False)
-    ids, x = torch.tensor([[3, 49], [0, 3]]), torch.randn(2, 24)
-    torch.testing.assert_close(method.embedding(table, ids), rows[ids], rtol=0, atol=0)
-    wanted = functional.linear(x, weight)
-    torch.testing.assert_close(last.cpu_linear(x, last.weight), wanted, **NEAR)
-    assert last.weight.numel() == 0 and bool(table.weight.numel()) != tied
-    if tied:
-        assert table.ipex_rows[0] is last.ipex_rows[0]
-        torch.testing.assert_close(table.cpu_linear(x, table.weight), wanted, **NEAR)
-
-
-@pytest.mark.parametrize("reader", ["lora_config", "speculative_config"])
-def test_a_head_that_something_else_reads_stays_plain(modules, reader):
-    modules["vllm.config"].get_current_vllm_config_or_none = lambda: stand_in.vllm_config(
-        **{reader: "some"}
-    )
-    last = head(torch.nn.Parameter(torch.randn(50, 24)))
-    linear.dispatch(last, remove_weight=False)
-    assert last.weight.numel() and last.cpu_linear is functional.linear
-
-
-# --- quantized linear layers ------------------------------------------------------------------------------------------
-
-N, K, GROUP = 48, 64, 32
-
-
-def mixed_config(kind, zero_points=False, group=GROUP, **options):
-    return types.SimpleNamespace(
-        weight_type=stand_in.ScalarType[kind],
-        partition_weight_shape=(K, N),
-        full_weight_shape=(K, N),
-        group_size=group,
-        zero_points=zero_points,
-        act_type=torch.float32,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("rows_first", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "bits", "middle"),
-    [("uint4b8", 4, 8), ("uint4", 4, None), ("uint8b128", 8, 128), ("uint8", 8, None)],
-)
-def test_integer_weights_by_groups(modules, kind, bits, middle, rows_first):
-    quantized = ours("quantized")
-    generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 2**bits, (N, K), generator=generator)
-    zeros = torch.randint(0, 2**bits, (N, K // GROUP), generator=generator)
-    scales = torch.rand(N, K // GROUP, generator=generator) + 0.1
-    if middle is not None:
-        zeros.fill_(middle)
-    weight = ((codes - zeros.repeat_interleave(GROUP, 1)) * scales.repeat_interleave(GROUP, 1)) / K
-    scales = scales / K
-    if rows_first:  # compressed-tensors
-        layer = stand_in.layer_of(
-            q=(stand_in.words(codes, bits, 1), {"input_dim": 1, "output_dim": 0, "packed_dim": 1}),
-            s=(scales, {"output_dim": 0}),
-            z=(stand_in.words(zeros, bits, 0), {"output_dim": 0, "packed_dim": 0}),
-        )
-    else:  # GPTQ
-        layer = stand_in.layer_of(
-            q=(
-                stand_in.words(codes.t(), bits, 0),
-                {"input_dim": 0, "output_dim": 1, "packed_dim": 0},
-            ),
-            s=(scales.t().contiguous(), {"output_dim": 1}),
-            z=(stand_in.words(zeros.t(), bits, 1), {"output_dim": 1, "packed_dim": 1}),
-        )
-    config = mixed_config(kind, zero_points=middle is None)
-    assert quantized.IpexWeightOnlyKernel.can_implement(config) == (True, None)
-    kernel = quantized.IpexWeightOnlyKernel(config, "q", "s", "z")
-    kernel.process_weights_after_loading(layer)
-    assert layer.q.numel() == layer.s.numel() == 0
-    x, bias = torch.randn(3, K), torch.randn(N)
-    got = kernel.apply_weights(layer, x, bias)
-    torch.testing.assert_close(got, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        (mixed_config("float6_e3m2f"), "weight_type must be"),
-        (mixed_config("uint4b8", group=12), "group_size must be .* got 12"),
-        (mixed_config("uint4b8", has_g_idx=True), "desc_act"),
-    ],
-)
-def test_integer_weights_that_do_not_fit(modules, config, text):
-    fits, reason = ours("quantized").IpexWeightOnlyKernel.can_implement(config)
-    assert not fits
-    assert __import__("re").search(text, reason)
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("channelwise", [False, True])
-def test_int8_weights_and_activations(modules, static, symmetric, channelwise):
-    quantized = ours("quantized")
-    codes = torch.randint(-127, 128, (N, K), dtype=torch.int8)
-    scale = torch.rand(N, 1) / K if channelwise else torch.rand(2) / K
-    rows = scale if channelwise else scale.repeat_interleave(torch.tensor([16, 32]))[:, None]
-    layer = stand_in.layer_of(weight=codes.clone(), weight_scale=scale)
-    layer.logical_widths = [16, 32]
-    if static:
-        layer.input_scale = torch.tensor([0.02, 0.03])
-        layer.input_zero_point = None if symmetric else torch.tensor([3, -5])
-    config = types.SimpleNamespace(
-        is_channelwise=channelwise, is_static_input_scheme=static, input_symmetric=symmetric
-    )
-    names = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
-    kernel = quantized.IpexInt8Kernel(config, names)
-    kernel.process_weights_after_loading(layer)
-    x, bias = torch.randn(5, K), torch.randn(N)
-    got = kernel.apply_weights(layer, x, bias)
-    step, zero = layer.ipex_input if static else range_of(x, symmetric)
-    low, high = (-127, 127) if symmetric else (0, 255)
-    zero = 0 if zero is None else zero
-    rounded = (((x / step).round() + zero).clamp(low, high) - zero) * step
-    wanted = functional.linear(rounded, codes.float() * rows, bias)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    if static and not symmetric:  # of both layers: [-3.69, 3.96]
-        assert float(step) == pytest.approx(0.03) and int(zero) == 123
-
-
-def range_of(x, symmetric):
-    """Return the step and the zero point of each row."""
-    if symmetric:
-        return x.abs().amax(1, keepdim=True) / 127, None
-    high, low = x.amax(1, keepdim=True).clamp(min=0), x.amin(1, keepdim=True).clamp(max=0)
-    step = (high - low) / 255
-    return step, (-low / step).round()
-
-
-def group_shape(row, col):
-    return types.SimpleNamespace(
-        row=row,
-        col=col,
-        is_per_tensor=lambda: (row, col) == (-1, -1),
-        is_per_token=lambda: (row, col) == (1, -1),
-        is_per_channel=lambda: (row, col) == (-1, 1),
-    )
-
-
-def fp8_config(row, col):
-    scale = types.SimpleNamespace(group_shape=group_shape(row, col))
-    return types.SimpleNamespace(weight_quant_key=types.SimpleNamespace(scale=scale))
-
-
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("channels", [False, True])
-def test_fp8_weights(modules, kind, channels):
-    quantized = ours("quantized")
-    codes = torch.randn(N, K).to(kind)
-    scale = torch.rand(N, 1) if channels else torch.rand(1)
-    layer = stand_in.layer_of(weight=codes.t(), weight_scale=scale)
-    config = fp8_config(*((1, -1) if channels else (-1, -1)))
-    assert quantized.IpexFp8Kernel.can_implement(config) == (True, None)
-    assert not quantized.IpexFp8Kernel.can_implement(fp8_config(128, 128))[0]
-    kernel = quantized.IpexFp8Kernel(config, ["weight", "weight_scale", "", ""])
-    kernel.process_weights_after_loading(layer)
-    x, bias = torch.randn(3, K), torch.randn(N)
-    wanted = functional.linear(x, codes.float() * scale, bias)
-    torch.testing.assert_close(kernel.apply_weights(layer, x, bias), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_fp8_weights_by_blocks(modules):
-    quantized = ours("quantized")
-    codes = torch.randn(160, 200).to(torch.float8_e4m3fn)
-    scale = torch.rand(2, 2) + 0.1
-    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:160, :200]
-    layer = stand_in.layer_of(weight=codes, weight_scale_inv=scale)
-    assert quantized.IpexFp8BlockKernel.can_implement(fp8_config(128, 128)) == (True, None)
-    assert not quantized.IpexFp8BlockKernel.can_implement(fp8_config(64, 128))[0]
-    kernel = quantized.IpexFp8BlockKernel(fp8_config(128, 128))
-    kernel.process_weights_after_loading(layer)
-    x = torch.randn(3, 200)
-    wanted = functional.linear(x, codes.float() * wide)
-    torch.testing.assert_close(kernel.apply_weights(layer, x), wanted, rtol=1e-4, atol=1e-3)
-
-
-# --- experts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu", "swigluoai"])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_experts(modules, name, parallel):
-    count, hidden, inner, tokens, top = 4, 24, 20, 7, 2
-    activation = types.SimpleNamespace(value=name)
-    moe = types.SimpleNamespace(activation=activation)
-    base = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"].CPUUnquantizedExperts
-    kernel = experts.expert_class(base)
-    assert kernel._supports_grouped_gemm(moe) == (True, None)
-    made = kernel(moe, types.SimpleNamespace(gemm1_alpha=None, gemm1_clamp_limit=None))
-    w13, w2 = torch.randn(count, 2 * inner, hidden) / 5, torch.randn(count, hidden, inner) / 5
-    b13, b2 = torch.randn(count, 2 * inner), torch.randn(count, hidden)
-    made.w1_bias, made.w2_bias = b13, b2
-    layer = stand_in.layer_of(w13_weight=w13.clone(), w2_weight=w2.clone())
-    made.process_weights_after_loading(layer)
-    assert layer.w13_weight.shape == (count, 2 * inner, 0)
-    x = torch.randn(tokens, hidden)
-    weights, ids = torch.randn(tokens, count).softmax(-1).topk(top)
-    # Of four experts, the second rank of two has the last two.
-    shift = torch.tensor([-1, -1, 0, 1]) if parallel else None
-    out = torch.zeros(tokens, hidden)
-    rest = (activation, count, shift, None, None, None, None, None, False)
-    made.apply(out, x, layer.w13_weight, layer.w2_weight, weights, ids.int(), *rest)
-    wanted = torch.zeros_like(out)
-    for token in range(tokens):
-        for weight, chosen in zip(weights[token], ids[token].tolist(), strict=True):
-            e = chosen if shift is None else int(shift[chosen])
-            if e < 0:
-                continue
-            both = w13[e] @ x[token] + b13[e]
-            if name == "swigluoai":
-                gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
-                inside = (up + 1) * gate * (gate * 1.702).sigmoid()
-            else:
-                gate, up = both.chunk(2)
-                inside = getattr(functional, name)(gate) * up
-            wanted[token] += weight * (w2[e] @ inside + b2[e])
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
-
-
-def moe(w13, w2, x, weights, ids, activation="silu", biases=(None, None)):
-    """Return what the experts of float weights give, gates before the up projection or by turns."""
-    out = torch.zeros_like(x)
-    for token in range(x.shape[0]):
-        for weight, e in zip(weights[token], ids[token].tolist(), strict=True):
-            both = w13[e] @ x[token] + (0 if biases[0] is None else biases[0][e])
-            if activation == "swigluoai":
-                gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
-                inside = (up + 1) * gate * (gate * 1.702).sigmoid()
-            else:
-                gate, up = both.chunk(2)
-                inside = functional.silu(gate) * up
-            out[token] += weight * (w2[e] @ inside + (0 if biases[1] is None else biases[1][e]))
-    return out
-
-
-def run_quantized(name, modules, layer, x, weights, ids, inner, activation="silu", **config):
-    """Return what one of our quantized experts gives for a layer, packed by vLLM's steps."""
-    quantized_experts.register_quantized_experts()
-    module = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"]
-    named = types.SimpleNamespace(value=activation)
-    chosen = stand_in.Config(intermediate_size_per_partition=inner, activation=named)
-    made = getattr(module, name)(chosen, stand_in.Config(**config))
-    biases = config.get("biases", (None, None))
-    made.w1_bias, made.w2_bias = biases
-    made.w1_scale, made.w2_scale = layer.w13_weight_scale, layer.w2_weight_scale
-    if "process_weights_after_loading" in vars(type(made)):
-        made.process_weights_after_loading(layer)
-    assert made._supports_current_device() and made._supports_activation(named)
-    assert made.supports_expert_map()
-    sizes = made.moe_problem_size(x, layer.w13_weight, layer.w2_weight, ids)
-    assert sizes == (layer.w13_weight.shape[0], x.shape[0], 2 * inner, x.shape[1], ids.shape[1])
-    out = torch.empty_like(x)
-    none = [None] * 4
-    made.apply(
-        *(out, x, layer.w13_weight, layer.w2_weight, weights, ids, named, 4, None),
-        *none,
-        None,
-        False,
-    )
-    return out
-
-
-def routed(tokens, hidden, experts_count=4):
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(tokens, hidden, generator=generator)
-    scores = torch.randn(tokens, experts_count, generator=generator).softmax(-1)
-    weights, ids = scores.topk(2)
-    return x, weights, ids.int()
-
-
-@pytest.mark.parametrize("form", ["symmetric", "gptq", "awq"])
-def test_experts_of_four_bits(modules, form):
-    count, hidden, inner, group = 4, 64, 32, 32
-    x, weights, ids = routed(5, hidden, count)
-    generator = torch.Generator().manual_seed(12)
-    given, wanted = [], []
-    for n, k in ((2 * inner, hidden), (hidden, inner)):
-        codes = torch.randint(0, 16, (count, n, k), generator=generator)
-        zeros = torch.full((count, n, k // group), 8)
-        if form != "symmetric":
-            zeros = torch.randint(1, 16, zeros.shape, generator=generator)
-        scale = torch.rand(count, n, k // group, generator=generator) / 20
-        wide = zeros.repeat_interleave(group, 2), scale.repeat_interleave(group, 2)
-        wanted.append((codes - wide[0]) * wide[1])
-        if form == "awq":
-            order = [0, 2, 4, 6, 1, 3, 5, 7]
-            packed = codes.transpose(1, 2).unflatten(2, (-1, 8))[..., order].flatten(2)
-            stored = zeros.transpose(1, 2).unflatten(2, (-1, 8))[..., order].flatten(2)
-            given.append((stand_in.words(packed, 4, 2), scale, stand_in.words(stored, 4, 2)))
-        else:
-            words = stand_in.words(codes.transpose(1, 2), 4, 1)
-            stored = stand_in.words(zeros.transpose(1, 2) - 1, 4, 2)
-            given.append((words, scale, None if form == "symmetric" else stored))
-    quantized_experts.register_quantized_experts()
-    module = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"]
-    algorithm = types.SimpleNamespace(name="AWQ" if form == "awq" else "GPTQ")
-    w13, w2, *rest = module.prepare_int4_moe_layer_for_cpu(
-        *(given[0][0], given[1][0]),
-        *(scale.transpose(1, 2) for _, scale, _ in given),
-        quant_algo=algorithm,
-        w13_zeros=given[0][2],
-        w2_zeros=given[1][2],
-    )
-    assert len(rest) == 4 and all(not one.numel() for one in rest)
-    supports = module.CPUExpertsInt4._supports_quant_scheme
-    key = types.SimpleNamespace(dtype="int4", group=group)
-    assert supports(key, None) and not supports(key, key)
-    assert not supports(types.SimpleNamespace(dtype="int8"), None) and not supports(None, None)
-    layer = stand_in.layer_of(
-        w13_weight=w13, w2_weight=w2, w13_weight_scale=rest[0], w2_weight_scale=rest[1]
-    )
-    out = run_quantized("CPUExpertsInt4", modules, layer, x, weights, ids, inner)
-    torch.testing.assert_close(out, moe(*wanted, x, weights, ids), rtol=2e-2, atol=2e-2)
-
-
-def test_experts_of_eight_bits(modules):
-    count, hidden, inner = 4, 64, 32
-    x, weights, ids = routed(5, hidden, count)
-    w13 = torch.randint(-127, 128, (count, 2 * inner, hidden), dtype=torch.int8)
-    w2 = torch.randint(-127, 128, (count, hidden, inner), dtype=torch.int8)
-    s13, s2 = torch.rand(count, 2 * inner, 1) / 500, torch.rand(count, hidden, 1) / 500
-    layer = stand_in.layer_of(
-        w13_weight=w13, w2_weight=w2, w13_weight_scale=s13, w2_weight_scale=s2
-    )
-    out = run_quantized("CPUExpertsInt8", modules, layer, x, weights, ids, inner)
-    wanted = moe(w13 * s13, w2 * s2, x, weights, ids)
-    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
-def test_experts_in_mxfp4(modules, activation):
-    count, hidden, inner = 4, 64, 32
-    x, weights, ids = routed(5, hidden, count)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([values, -values])
-    parts, wanted = {}, []
-    for name, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
-        codes = torch.randint(0, 16, (count, n, k), dtype=torch.uint8)
-        powers = torch.randint(121, 126, (count, n, k // 32), dtype=torch.uint8)
-        parts[f"{name}_weight"] = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        parts[f"{name}_weight_scale"] = powers
-        scale = torch.exp2(powers.float() - 127).repeat_interleave(32, 2)
-        wanted.append(values[codes.long()] * scale)
-    biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
-    layer = stand_in.layer_of(**parts)
-    out = run_quantized(
-        *("CPUExpertsMxfp4", modules, layer, x, weights, ids, inner, activation), biases=biases
-    )
-    assert not layer.w13_weight_scale.numel()
-    expected = moe(*wanted, x, weights, ids, activation, biases)
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=5e-2)
-
-
 # --- sums over ranks --------------------------------------------------------------------------------------------------
 
 
 def test_sums_go_through_ipex(modules, monkeypatch):
-    module = ours("worker")
+    module = stand_in.ours("worker")
     calls = []
     monkeypatch.setattr(module.distributed, "all_reduce", lambda x, group: calls.append((x, group)))
     made = module.IpexCommunicator()
