@@ -142,6 +142,15 @@ def test_an_engine_that_ends():
         await until(lambda: first.load and second.load)
         await asyncio.sleep(0.3)
         old = first.process
+        # Those that are started again must not take requests before the answers are seen.
+        may_come_back = asyncio.Event()
+        ready = front.engines._ready
+
+        async def held(engine, given_up):
+            await may_come_back.wait()
+            return await ready(engine, given_up)
+
+        front.engines._ready = held
         for engine in (first, second):
             os.kill(engine.process.pid, signal.SIGKILL)
         whole, stream = await asyncio.gather(*tasks)
@@ -158,7 +167,9 @@ def test_an_engine_that_ends():
         told = error_of(answer)["message"]
         assert answer.status_code == 503
         assert "an engine must be up" in told or "ended while the request ran" in told
+        await until(lambda: not (first.up or second.up))
         assert (await client.get("/health")).status_code == 503
+        may_come_back.set()
         await until(lambda: first.up and second.up)
         assert first.process is not old and first.restarts == second.restarts == 1
         assert (await post(client, prompt="A")).status_code == 200

@@ -394,7 +394,8 @@ class Engines:
                 silent += 1
                 continue
             silent = 0
-            engine.up = status == 200
+            # It may have ended since it answered.
+            engine.up = status == 200 and process.poll() is None
             if status != 200:  # its thread has ended
                 log.error("engine %d takes no requests any more", engine.index)
                 return

@@ -327,6 +327,8 @@ class Router:
             engine.served -= 1
             raise
         except EngineGone:
+            if engine.process is not None and engine.process.poll() is not None:
+                engine.up = False  # before its watch sees it
             text = f"engine {engine.index} ended while the request ran: send it again"
             error = ApiError(503, text, "server_error")
             if not started:
