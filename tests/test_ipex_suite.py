@@ -164,7 +164,6 @@ def test_table_and_page():
 #: How the reason of a test that is open begins -> the row of the migration table that tells of it.
 OPEN = {
     "Conv1d stays contiguous": "enable_auto_channels_last",
-    "interaction is lower precision": "nn.functional.interaction",
     "packed experts in float32": "llm.modules.GatedMLPMOE",
     "state_dict of a cast model": "optimize",
     "groups of 4 input features": "nn.modules.WeightOnlyQuantizedLinear",

@@ -536,6 +536,32 @@ def test_old_name_follows_the_lists_of_ipex():
     _check(textwrap.dedent(_STATE) + textwrap.dedent(code), *options)
 
 
+def test_interaction_in_a_region():
+    code = """
+        import torch
+        import ipex
+        from ipex.compat import torch_changes
+        f = ipex.nn.functional.interaction
+        x, half = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, dtype=torch.bfloat16)
+
+        def dtypes():
+            with torch.autocast("cpu", torch.bfloat16):
+                return [f(a, b).dtype for a, b in ((x, x), (x, half), (half, x), (half, half))]
+
+        wide, low = torch.float32, torch.bfloat16
+        assert dtypes() == [low] * 4
+        import intel_extension_for_pytorch
+        assert dtypes() == [wide, wide, wide, low]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = f(x, half)
+        torch.testing.assert_close(y, f(x, half.float()), rtol=0, atol=0)
+        y.sum().backward()
+        assert x.grad.dtype is wide
+        assert torch_changes.undo() and dtypes() == [low] * 4
+    """
+    _check(code)
+
+
 def test_torch_is_put_back():
     code = """
         import intel_extension_for_pytorch

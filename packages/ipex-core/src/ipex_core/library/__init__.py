@@ -24,7 +24,15 @@ from ipex_core.library.checks import (
     row_samples,
     strided,
 )
-from ipex_core.library.kernels import define, register, run_op, schemas, specs
+from ipex_core.library.kernels import (
+    autocast_arguments,
+    define,
+    register,
+    run_op,
+    schemas,
+    set_autocast_rule,
+    specs,
+)
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
 __all__ = [
@@ -33,6 +41,7 @@ __all__ = [
     "OpSpec",
     "Sample",
     "acc",
+    "autocast_arguments",
     "check",
     "check_broadcastable",
     "check_device",
@@ -52,6 +61,7 @@ __all__ = [
     "row_samples",
     "run_op",
     "schemas",
+    "set_autocast_rule",
     "specs",
     "strided",
 ]

@@ -8,7 +8,7 @@ loaded at the first call of any op, so that importing ipex stays cheap.
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -27,9 +27,18 @@ from ipex_core.library.derivatives import (
     has_tangent,
     mark_overwritten,
 )
-from ipex_core.library.spec import FLOATS, NAMESPACE, OpSpec, check
+from ipex_core.library.spec import FLOATS, NAMESPACE, AutocastRule, OpSpec, check
 
-__all__ = ["LIBRARY", "define", "register", "run_op", "schemas", "specs"]
+__all__ = [
+    "LIBRARY",
+    "autocast_arguments",
+    "define",
+    "register",
+    "run_op",
+    "schemas",
+    "set_autocast_rule",
+    "specs",
+]
 
 #: Devices whose autocast the rules of a spec apply to.
 _AUTOCAST_DEVICES = ("cpu", "xpu")
@@ -136,7 +145,7 @@ def register(spec: OpSpec) -> OpSpec:
     LIBRARY.impl(spec.name, _autograd_kernel(spec, overload), "Autograd", with_keyset=True)
     if spec.autocast is not None:
         for device in _AUTOCAST_DEVICES:
-            kernel = _autocast_kernel(spec, overload, device)
+            kernel = _autocast_kernel(spec.name, overload, device)
             LIBRARY.impl(spec.name, kernel, f"Autocast{device.upper()}")
     _SPECS[spec.name] = spec
     return spec
@@ -237,51 +246,91 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _autocast_kernel(spec: OpSpec, overload: Any, device: str) -> Callable[..., Any]:
+#: Op -> the rule that it follows in place of its own.
+_other_rules: dict[str, AutocastRule] = {}
+
+
+def set_autocast_rule(name: str, rule: AutocastRule | None) -> AutocastRule | None:
+    """Let an op follow another rule in ``torch.autocast`` than its specification has, in the whole process.
+
+    Args:
+        name: The op; its specification has a rule.
+        rule: The rule, or None for its own.
+
+    Returns:
+        What this function was given for the op before.
+    """
+    before = _other_rules.pop(name, None)
+    if rule is not None:
+        _other_rules[name] = rule
+    return before
+
+
+def autocast_arguments(name: str, device: str, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of an op as its rule casts them in a region of ``torch.autocast``.
+
+    Args:
+        name: The op; its specification has a rule.
+        device: Type of the device of the region.
+        args: Positional arguments.
+    """
+    dtype = _autocast_dtype(name, device, args)
+    return tuple(args) if dtype is None else tuple(_cast(value, dtype, device) for value in args)
+
+
+def _autocast_dtype(name: str, device: str, args: Sequence[Any]) -> torch.dtype | None:
+    rule = _other_rules.get(name, _SPECS[name].autocast)
+    if rule == "float32":
+        return torch.float32
+    if rule == "widest_type":
+        first = itertools.chain.from_iterable(
+            value if isinstance(value, (list, tuple)) else (value,)
+            for value in args[: _required_tensors(name)]
+        )
+        dtypes = {value.dtype for value in first if _eligible(value, device)}
+        # Two different ones of these three always promote to float32.
+        return torch.float32 if len(dtypes) > 1 else None
+    if rule == "lower_precision_unless_packed" and any(
+        isinstance(value, torch.Tensor) and value.dtype is torch.uint8 for value in args
+    ):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _required_tensors(name: str) -> int:
+    # As many arguments in front are tensors, or lists of them, that must be given.
+    arguments = _SPECS[name].schema.partition("->")[0]
+    return arguments.count("Tensor ") + arguments.count("Tensor[] ")
+
+
+def _eligible(value: Any, device: str) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in FLOATS and value.device.type == device
+
+
+def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cast(v, dtype, device) for v in value]
+    return value.to(dtype) if _eligible(value, device) else value
+
+
+def _autocast_kernel(name: str, overload: Any, device: str) -> Callable[..., Any]:
     """Return the kernel of an Autocast key: cast as the rule of the op says, then go on without autocast.
 
     Casts are not taken from autocast's cache of weights, which has no interface: our ops have few weights that are not
     packed, and a cast is recorded by ``torch.jit.trace`` in any case.
     """
-    rule = spec.autocast
     key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
     excluded = torch._C.DispatchKeySet(key)
-    required = len(re.findall(r"Tensor ", spec.schema.partition("->")[0]))
-
-    def eligible(value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.dtype in FLOATS
-            and value.device.type == device
-        )
-
-    def cast(value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [cast(v, dtype) for v in value]
-        return value.to(dtype) if eligible(value) else value
-
-    def target(values: tuple[Any, ...]) -> torch.dtype | None:
-        if rule == "float32":
-            return torch.float32
-        if rule == "widest_type":
-            dtypes = {value.dtype for value in values[:required] if eligible(value)}
-            # Two different ones of these three always promote to float32.
-            return torch.float32 if len(dtypes) > 1 else None
-        if rule == "lower_precision_unless_packed" and any(
-            isinstance(value, torch.Tensor) and value.dtype is torch.uint8 for value in values
-        ):
-            return None
-        return torch.get_autocast_dtype(device)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         # The dispatcher hands over positional arguments, in the order of the schema.
-        dtype = target(args)
+        dtype = _autocast_dtype(name, device, args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             if dtype is None:
                 return overload(*args, **kwargs)
             return overload(
-                *(cast(value, dtype) for value in args),
-                **{name: cast(value, dtype) for name, value in kwargs.items()},
+                *(_cast(value, dtype, device) for value in args),
+                **{key: _cast(value, dtype, device) for key, value in kwargs.items()},
             )
 
     return kernel

@@ -8,7 +8,8 @@
 - `torch.Tensor.numpy` of a bfloat16 tensor returns a float32 copy; stock torch raises, NumPy has no bfloat16.
 - In a region of autocast on the CPU ``group_norm`` is lower precision in bfloat16, ``_adaptive_avg_pool3d`` is float32,
   and ``embedding_bag`` without gradients gives the dtype of the region. It sums in the dtype of the table and rounds
-  the result once; IPEX cast the whole table at each call.
+  the result once; IPEX cast the whole table at each call. `interaction`, which takes such results, has the widest dtype
+  of its inputs.
 - TorchScript adds no casts of its own to a program that runs in a region of autocast: torch's lists decide there, too.
 
 `undo` puts torch back, and with ``IPEX_CHANGE_TORCH=0`` in the environment nothing is changed.
@@ -21,6 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ipex_core.library import set_autocast_rule
 
 __all__ = ["apply", "applied", "undo"]
 
@@ -44,7 +47,7 @@ def apply() -> bool:
     from ipex_core import config
 
     if not _undo and config.get("change_torch"):
-        _undo.extend((_trace(), _numpy(), _autocast(), _torchscript()))
+        _undo.extend((_trace(), _numpy(), _autocast(), _interaction(), _torchscript()))
     return applied()
 
 
@@ -162,6 +165,15 @@ def _autocast() -> Callable[[], None]:
     for name, kernel in _LISTED.items():
         library.impl(name, outside(kernel), "AutocastCPU")
     return library._destroy  # type: ignore[no-any-return]
+
+
+def _interaction() -> Callable[[], None]:
+    before = set_autocast_rule("interaction", "widest_type")
+
+    def put_back() -> None:
+        set_autocast_rule("interaction", before)
+
+    return put_back
 
 
 def _torchscript() -> Callable[[], None]:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ipex_core.library.kernels import run_op
+from ipex_core.library.kernels import autocast_arguments, run_op
 from ipex_core.module_swap.base import transformed
 
 __all__ = ["InteractionFunc", "interaction"]
@@ -38,7 +38,8 @@ class InteractionFunc(torch.autograd.Function):
 def interaction(*args: Tensor) -> Tensor:
     """The first feature vector of each sample, followed by the dot products of all pairs of feature vectors.
 
-    Inside ``torch.autocast`` it runs in the dtype of autocast.
+    Inside ``torch.autocast`` it runs in the dtype of autocast; in a process that imported
+    ``intel_extension_for_pytorch`` in the widest dtype of its inputs, as there.
 
     Args:
         args: N tensors ``[B, D]`` of one dtype: float32, bfloat16, float16, or float64 without a kernel.
@@ -69,8 +70,7 @@ def interaction(*args: Tensor) -> Tensor:
                 f"interaction: args[{i}] must be a tensor, got {type(value).__name__}: give each tensor as an argument"
             )
     if args and torch.is_autocast_enabled(args[0].device.type):
-        dtype = torch.get_autocast_dtype(args[0].device.type)
-        args = tuple(value.to(dtype) for value in args)
+        args = tuple(autocast_arguments("interaction", args[0].device.type, (args,))[0])
     if args and all(value.dtype == torch.float64 for value in args):
         return run_op("interaction", torch.float64, args)  # type: ignore[no-any-return]
     recorded = torch.is_grad_enabled() and not transformed()
