@@ -196,6 +196,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "prompt_lookup_min": 1,
         }
     },
+    "eagle": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
     # Its own draft: all drafts are accepted.
     "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
 }
@@ -207,6 +208,26 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "cache-fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "fp8-online": {"dtype": "bfloat16", "quantization": "fp8"},
 }
+
+
+def eagle(model: Any, place: Path, head: Path) -> Path:
+    """Save a head of EAGLE for a Llama: a layer of the model behind a random mix of states and embeddings."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((place / "config.json").read_text())
+    size, begin = config["hidden_size"], "model.layers.0."
+    state = {
+        name.removeprefix("model."): value.clone()
+        for name, value in model.state_dict().items()
+        if name.startswith(begin) and "input_layernorm" not in name
+    }
+    mix = torch.randn(size, 2 * size, generator=torch.Generator().manual_seed(1))
+    state["fc.weight"] = mix / (2 * size) ** 0.5
+    head.mkdir()
+    save_file(state, head / "model.safetensors")
+    (head / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    return head
 
 
 def lora(folder: Path) -> str:
@@ -268,6 +289,9 @@ def options(folder: Path) -> Iterator[Case]:
             speculative = dict(chosen.get("speculative_config", {}))
             if speculative.get("method") == "draft_model":
                 chosen = {"speculative_config": {**speculative, "model": str(place)}}
+            if speculative.get("method") == "eagle":
+                head = str(eagle(model, place, folder / "eagle"))
+                chosen = {"speculative_config": {**speculative, "model": head}}
             return against(place, reference(model, prompts()), **chosen)
 
         yield name, run
@@ -504,6 +528,158 @@ def packed_experts(folder: Path, name: str) -> str:
     return (
         f"a token is {worst:.2f} nats behind the best, with transformers in bfloat16 {rounded:.2f}"
     )
+
+
+#: What LFM2's own files say and the class of transformers does not.
+_LFM2 = {
+    "conv_dim": 64,
+    "block_dim": 64,
+    "block_ff_dim": 96,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}
+#: Models with recurrent layers: name -> options of the engine.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {},
+    "granite": {},
+    # vLLM has the gated delta rule on CPUs in bfloat16 only.
+    "qwen3_5": {"dtype": "bfloat16"},
+}
+
+
+def recurrent(folder: Path) -> Iterator[Case]:
+    """Yield a case for each kind of recurrent layers, with prompts that run twice, and drafts for one."""
+    import recurrent_models
+
+    recurrent_models.BASE["max_position_embeddings"] = 256
+
+    def run(name: str, **options: Any) -> str:
+        model, place = recurrent_models.build(name).float(), folder / name
+        model.save_pretrained(place)
+        file = place / "config.json"
+        more = _LFM2 if name == "lfm2" else {}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+        engine = start(place, **options)
+        try:
+            first, again = generate(engine, prompts()), generate(engine, prompts())
+        finally:
+            stop(engine)
+        if "dtype" not in options:
+            wanted = reference(model, prompts())
+            return compare(first, wanted) or compare(again, wanted)
+        worst = max(behind(model, first), behind(model, again))
+        return "" if worst < 0.5 else f"a token is {worst:.2f} nats behind the best"
+
+    for name, options in RECURRENT.items():
+        yield name, functools.partial(run, name, **options)
+    ngram = OPTIONS["ngram"]
+    yield "qwen3_5-ngram", functools.partial(run, "qwen3_5", **RECURRENT["qwen3_5"], **ngram)
+
+    def refused() -> str:
+        try:
+            return run("lfm2", **ngram) or "it was not refused"
+        except ValueError as error:
+            return "" if "speculative_config must be absent" in str(error) else f"{error}"
+
+    yield "lfm2-ngram is refused", refused
+
+
+def vision(folder: Path) -> Iterator[Case]:
+    """Yield the case of an image before a question, with Qwen2.5-VL."""
+
+    def run() -> str:
+        import numpy
+        import torch
+        from PIL import Image
+
+        place = folder / "qwen2_5_vl"
+        model, processor = vision_model(place)
+        noise = numpy.random.default_rng(0).integers(0, 255, (90, 120, 3), dtype=numpy.uint8)
+        image = Image.fromarray(noise)
+        text = "ab<|vision_start|><|image_pad|><|vision_end|>what is it"
+        given = processor(text=[text], images=[image], return_tensors="pt")
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.no_grad():
+            out = model.generate(**given, max_new_tokens=NEW_TOKENS, **options)
+        wanted = out[0, given["input_ids"].shape[1] :].tolist()
+        from vllm import SamplingParams
+
+        engine = start(place, skip_tokenizer_init=False, limit_mm_per_prompt={"video": 0})
+        try:
+            params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+            prompt = {"prompt": text, "multi_modal_data": {"image": image}}
+            outputs = engine.generate([prompt], params, use_tqdm=False)
+        finally:
+            stop(engine)
+        return compare([list(outputs[0].outputs[0].token_ids)], [wanted])
+
+    yield "qwen2_5_vl", run
+
+
+def vision_model(place: Path) -> tuple[Any, Any]:
+    """Save a tiny Qwen2.5-VL of random weights, with a tokenizer of bytes; return it and its processor."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    marks = ["vision_start", "vision_end", "image_pad", "video_pad", "vision_pad"]
+    make: Any = transformers.PreTrainedTokenizerFast
+    fast = make(
+        tokenizer_object=made,
+        eos_token="<|endoftext|>",
+        additional_special_tokens=[f"<|{mark}|>" for mark in marks],
+    )
+    ids = {mark: fast.convert_tokens_to_ids(f"<|{mark}|>") for mark in marks}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 3, 3],
+            },
+            "bos_token_id": None,
+            "eos_token_id": fast.eos_token_id,
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+            "window_size": 56,
+        },
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.15)
+    model.save_pretrained(place)
+    images = transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=112 * 112)
+    videos = transformers.Qwen2VLVideoProcessor()
+    processor = transformers.Qwen2_5_VLProcessor(images, fast, videos)
+    processor.save_pretrained(place)
+    fast.save_pretrained(place)
+    return model, processor
 
 
 def encoders(folder: Path) -> Iterator[Case]:
@@ -815,6 +991,8 @@ PARTS: dict[str, Callable[[Path], Iterator[Case]]] = {
     "families": families,
     "options": options,
     "quantized": quantized,
+    "recurrent": recurrent,
+    "vision": vision,
     "encoders": encoders,
     "ranks": ranks,
     "cluster": cluster,

@@ -12,7 +12,7 @@ import transformers
 from families import OLD, VOCAB, randomize
 from torch import nn
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -79,7 +79,7 @@ NAMES = tuple(
 def _prototype(name: str) -> nn.Module:
     kind, more = CONFIGS[name]
     text = kind + ("TextConfig" if hasattr(transformers, kind + "TextConfig") else "Config")
-    config = getattr(transformers, text)(**_BASE, **more)
+    config = getattr(transformers, text)(**BASE, **more)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomize(getattr(transformers, kind + "ForCausalLM")(config))

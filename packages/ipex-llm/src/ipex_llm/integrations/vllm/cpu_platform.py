@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["IpexPlatform"]
+
+_log = logging.getLogger("ipex")
 
 _ATTENTION = "ipex_llm.integrations.vllm.attention"
 
@@ -95,6 +98,8 @@ class IpexPlatform(CpuPlatform):
             # Not the backend for AMX, whose ops vLLM's wheel has not.
             registry = importlib.import_module("vllm.v1.attention.backends.registry")
             vllm_config.attention_config.backend = registry.AttentionBackendEnum.CPU_MLA
+        if model is not None and getattr(model, "has_inner_state", False):
+            _check_states(vllm_config)
         super().check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
@@ -118,6 +123,32 @@ class IpexPlatform(CpuPlatform):
     def get_device_communicator_cls(cls) -> str:
         """Return the path of the communicator."""
         return "ipex_llm.integrations.vllm.worker.IpexCommunicator"
+
+
+def _check_states(vllm_config: VllmConfig) -> None:
+    """Refuse and turn off what vLLM's layers for CPUs would compute wrong, for models with recurrent layers."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    drafts = vllm_config.speculative_config
+    delta, convolution = (
+        hasattr(model.hf_text_config, name) for name in ("linear_num_value_heads", "conv_L_cache")
+    )
+    if drafts is not None and not delta:
+        raise ValueError(
+            "vLLM plug-in: speculative_config must be absent for models with Mamba-2 or short convolutions, whose"
+            f" layers keep no states of drafts on CPUs, got {drafts.method}: start without --speculative-config"
+        )
+    if not cache.enable_prefix_caching:
+        return
+    why = None
+    if drafts is not None:
+        why = "vLLM copies the states of drafts with a kernel for GPUs"
+    elif not delta and not convolution:
+        why = "on CPUs the scan of Mamba-2 gives no states within a prompt"
+    if why is not None:
+        _log.warning("vLLM plug-in: prefix caching is off: %s", why)
+        cache.enable_prefix_caching = False
+        cache.mamba_cache_mode = "none"
+        cache.mamba_block_size = model.max_model_len
 
 
 def _mend_slot_mapping() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ipex_llm.integrations.vllm import speculative_ops
+from ipex_llm.integrations.vllm import speculative_ops, state_ops
 
 __all__ = ["OPS", "define"]
 
@@ -169,6 +169,75 @@ SPECULATIVE = {
     )
 }
 
+_GATES = "Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b"
+_SOFTPLUS = "bool use_qk_l2norm_in_kernel, float softplus_beta=1.0, float softplus_threshold=20.0"
+
+#: Name -> op of recurrent layers.
+RECURRENT = {
+    name: ExtensionOp(signature, getattr(state_ops, name), fake)
+    for name, signature, fake in (
+        (
+            "causal_conv1d_fwd_cpu",
+            "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_states, Tensor query_start_loc,"
+            " Tensor cache_indices, Tensor? has_initial_state, bool silu_activation, int pad_slot_id,"
+            " bool is_weight_packed) -> Tensor",
+            lambda x, *rest: torch.empty_like(x),
+        ),
+        (
+            "causal_conv1d_update_cpu",
+            "(Tensor x, Tensor(a!) conv_states, Tensor weight, Tensor? bias, bool silu_activation,"
+            " Tensor? num_accepted_tokens, Tensor conv_state_indices, int pad_slot_id,"
+            " bool is_weight_packed) -> Tensor",
+            lambda x, *rest: torch.empty_like(x),
+        ),
+        (
+            "causal_conv1d_update_cpu_vec",
+            "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, str? activation,"
+            " Tensor? conv_state_indices, Tensor? query_start_loc, int pad_slot_id) -> Tensor",
+            lambda x, *rest: torch.empty_like(x),
+        ),
+        (
+            "fused_gdn_gating_cpu",
+            "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
+            lambda A_log, a, *rest: (a.new_empty((1, *a.shape), dtype=torch.float32),) * 2,
+        ),
+        (
+            "chunk_gated_delta_rule_cpu",
+            "(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) initial_state,"
+            " bool output_final_state, Tensor cu_seqlens, bool head_first,"
+            " bool use_qk_l2norm_in_kernel, Tensor initial_state_indices, float eps=1e-05)"
+            " -> (Tensor, Tensor(a!))",
+            lambda query, key, value, g, beta, state, *rest: (torch.empty_like(value), state),
+        ),
+        (
+            "fused_sigmoid_gating_delta_rule_update_cpu",
+            f"({_GATES}, Tensor(a!) initial_state_source, Tensor initial_state_indices,"
+            f" Tensor cu_seqlens, {_SOFTPLUS}) -> Tensor",
+            lambda A_log, dt_bias, q, k, v, *rest: torch.empty_like(v[0].unsqueeze(1)),
+        ),
+        (
+            "fused_sigmoid_gating_delta_rule_update_spec_cpu",
+            f"({_GATES}, Tensor(a!) initial_state_source, Tensor spec_state_indices,"
+            f" Tensor num_accepted_tokens, Tensor cu_seqlens, {_SOFTPLUS}) -> Tensor",
+            lambda A_log, dt_bias, q, k, v, *rest: torch.empty_like(v),
+        ),
+        (
+            "mamba_chunk_scan_fwd_cpu",
+            "(Tensor(a!) out, Tensor(b!) final_states, Tensor x, Tensor dt, Tensor A, Tensor B,"
+            " Tensor C, Tensor? D, Tensor? z, Tensor cu_seqlens) -> ()",
+            _nothing,
+        ),
+        (
+            "selective_state_update_cpu",
+            "(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
+            " Tensor? dt_bias, bool dt_softplus, Tensor? state_batch_indices,"
+            " Tensor? dst_state_batch_indices, int null_block_id, Tensor(b!) out,"
+            " Tensor? num_accepted_tokens, Tensor? cu_seqlens) -> ()",
+            _nothing,
+        ),
+    )
+}
+
 #: Name -> what shape and dtype the result of an op has that is native code of the kernels, under another name.
 NATIVE: dict[str, Callable[..., Any]] = {
     "init_cpu_memory_env": _nothing,
@@ -210,6 +279,7 @@ OPS = {
         _nothing,
     ),
     **{f"{name}_kernel_impl": op for name, op in SPECULATIVE.items()},
+    **RECURRENT,
 }
 
 _libraries: list[torch.library.Library] = []
