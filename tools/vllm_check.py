@@ -669,14 +669,16 @@ def vision_model(place: Path) -> tuple[Any, Any]:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
+    made_of: Any = transformers.Qwen2_5_VLForConditionalGeneration
+    model = made_of(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.15)
     model.save_pretrained(place)
     images = transformers.Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=112 * 112)
     videos = transformers.Qwen2VLVideoProcessor()
-    processor = transformers.Qwen2_5_VLProcessor(images, fast, videos)
+    process: Any = transformers.Qwen2_5_VLProcessor
+    processor = process(images, fast, videos)
     processor.save_pretrained(place)
     fast.save_pretrained(place)
     return model, processor

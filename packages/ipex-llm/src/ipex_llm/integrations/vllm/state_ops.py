@@ -250,7 +250,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_threshold: float = 20.0,
 ) -> Tensor:
     """Run one row of each sequence, ``[1, B, heads, width]``; return ``[B, 1, heads, width]``."""
-    del softplus_beta, softplus_threshold  # those of torch
+    del softplus_beta, softplus_threshold  # what torch has by default
     state = _take(initial_state_source, initial_state_indices)
     rows = (q[0], k[0], v[0], a, b)
     A, dt_bias = -A_log.float().exp(), dt_bias.float()
