@@ -29,9 +29,11 @@ def _with_definition(name: str, function: Callable[..., Any]) -> Callable[..., A
 @functools.cache
 def register() -> tuple[str, ...]:
     """Register them with torch, once, and return the names of the ops."""
-    from ipex_xpu_kernels import _attention, _woq
+    from ipex_xpu_kernels import _attention, _cache, _choice, _woq
 
-    functions: dict[str, Callable[..., Any]] = {**_attention.FUNCTIONS, **_woq.FUNCTIONS}
+    functions: dict[str, Callable[..., Any]] = {}
+    for module in (_attention, _cache, _choice, _woq):
+        functions.update(module.FUNCTIONS)
     for name, function in functions.items():
         _library().impl(name, _with_definition(name, function), "XPU")
     return tuple(functions)
