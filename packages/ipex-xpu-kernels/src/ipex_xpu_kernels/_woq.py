@@ -40,6 +40,45 @@ def _numbers(format: str, device: torch.device) -> Tensor | None:
     return codes.float().to(device)
 
 
+def supported(layout: woq.Layout) -> bool:
+    """Return whether the kernels have this order of the codes and these scales."""
+    return layout.order == "dot" and layout.scale_dtype in _SCALES
+
+
+def product(rows: Tensor, packed: Tensor, layout: woq.Layout) -> Tensor:
+    """Return ``rows @ weight.T`` in float32.
+
+    Args:
+        rows: ``[M, K]``, float32, bfloat16 or float16.
+        packed: A packed quantized ``[N, K]`` weight.
+        layout: Its layout, which is `supported`.
+
+    Returns:
+        ``[M, N]`` float32.
+    """
+    if layout.permuted:
+        rows = rows[:, woq.permutation(packed, layout)]
+    rows = functional.pad(rows, (0, layout.blocks * layout.block_k - layout.k)).contiguous()
+    y = rows.new_empty(rows.shape[0], layout.n, dtype=torch.float32)
+    scale_bytes, zero_bytes, sum_bytes, _ = layout.parts
+    table = _numbers(layout.format, rows.device)
+    strips = packed[HEADER_BYTES + layout.permutation_bytes :]
+    m = rows.shape[0]
+    rows_each = 1 if m == 1 else 8
+    kind = "woq_product" if table is None else "woq_table_product"
+    nibbles = "true" if layout.block_k == 8 else "false"
+    launch(
+        *(f"{kind}<{DTYPES[rows.dtype]},{nibbles},{rows_each}>", rows),
+        *((-(-m // rows_each), layout.n), (1, _STRIP)),
+        *((rows, strips, y) if table is None else (rows, strips, table, y)),
+        *(m, layout.n, rows.stride(0), layout.blocks),
+        layout.blocks if layout.groups == 1 else layout.group // layout.block_k,
+        *(sum(layout.parts), scale_bytes, scale_bytes + zero_bytes + sum_bytes),
+        *(_SCALES[layout.scale_dtype], layout.scale_columns, _ZEROS[layout.zeros]),
+    )
+    return y
+
+
 def _woq_linear(
     x: Tensor,
     packed_weight: Tensor,
@@ -55,31 +94,11 @@ def _woq_linear(
 ) -> Tensor | None:
     n = weight_rows(out_features, gate)
     layout = check_woq_packed("woq_linear", "packed_weight", packed_weight, n, x.shape[-1])
-    if layout is None or layout.order != "dot" or layout.scale_dtype not in _SCALES:
+    if layout is None or not supported(layout):
         return None
     if lowp_mode != "none" or x.dtype not in FLOATS:
         return None
-    rows = x.reshape(-1, layout.k)
-    if layout.permuted:
-        rows = rows[:, woq.permutation(packed_weight, layout)]
-    rows = functional.pad(rows, (0, layout.blocks * layout.block_k - layout.k)).contiguous()
-    y = x.new_empty(rows.shape[0], n, dtype=torch.float32)
-    scale_bytes, zero_bytes, sum_bytes, _ = layout.parts
-    table = _numbers(layout.format, x.device)
-    strips = packed_weight[HEADER_BYTES + layout.permutation_bytes :]
-    m = rows.shape[0]
-    rows_each = 1 if m == 1 else 8
-    kind = "woq_product" if table is None else "woq_table_product"
-    nibbles = "true" if layout.block_k == 8 else "false"
-    launch(
-        *(f"{kind}<{DTYPES[x.dtype]},{nibbles},{rows_each}>", x),
-        *((-(-m // rows_each), n), (1, _STRIP)),
-        *((rows, strips, y) if table is None else (rows, strips, table, y)),
-        *(m, n, rows.stride(0), layout.blocks),
-        layout.blocks if layout.groups == 1 else layout.group // layout.block_k,
-        *(sum(layout.parts), scale_bytes, scale_bytes + zero_bytes + sum_bytes),
-        *(_SCALES[layout.scale_dtype], layout.scale_columns, _ZEROS[layout.zeros]),
-    )
+    y = product(x.reshape(-1, layout.k), packed_weight, layout)
     y = y.view(*x.shape[:-1], n)
     return apply_epilogue(y, out_features, bias, activation, mul, residual, residual2, gate).to(
         x.dtype

@@ -189,11 +189,10 @@ void register_compare();  // compare_ops.cpp
 void register_moving();   // moving_ops.cpp
 void register_rows();     // rows_ops.cpp
 void register_norms();
-void register_reduce();  // reduce_ops.cpp
-void register_index();   // index_ops.cpp
-void register_rope();    // rope_ops.cpp
-void register_optim();   // optim_ops.cpp
-void register_steps();
+void register_reduce();     // reduce_ops.cpp
+void register_index();      // index_ops.cpp
+void register_rope();       // rope_ops.cpp
+void register_optim();      // optim_ops.cpp
 void register_random();     // random_ops.cpp
 void register_matmul();     // matmul_ops.cpp
 void register_attention();  // attention_ops.cpp

@@ -198,6 +198,10 @@ PYBIND11_MODULE(_C, m) {
                       "set_kernel_mode: mode must be auto or always, got ", mode);
     set_kernel_mode(mode == "always" ? KernelMode::Always : KernelMode::Auto);
   });
+  // Whether an op whose kernel is slower than the host is left to it.
+  m.def("host_is_faster", [](int device) {
+    return !use_kernel(static_cast<c10::DeviceIndex>(device), KernelSpeed::Slower);
+  });
   m.def("set_zero_copy", &set_zero_copy);
   m.def("set_onednn_path", &onednn::set_path, py::arg("path"), py::arg("why"));
   m.def("set_onednn_mode", [](const std::string& mode) {
