@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from test_ipex_kernels import FLOATS, raises_as_on_the_host, run
@@ -57,3 +59,32 @@ def test_wrong_arguments_raise_as_on_the_host() -> None:
         *(0.1, 0.0, 1e-8),
     )
     raises_as_on_the_host("sgd_fused_steps", [w], [g, g], [], [], *rest)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_training_with_master_weights(kind: Any, split: bool) -> None:
+    optimize = pytest.importorskip("ipex").optimize
+    losses: dict[str, list[float]] = {"cpu": [], "xpu": []}
+    for device, found in losses.items():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)
+        ).to(device)
+        model, optimizer = optimize(
+            model.train(),
+            optimizer=kind(model.parameters(), lr=0.01),
+            dtype=torch.bfloat16,
+            split_master_weight_for_bf16=split,
+        )
+        for seed in range(4):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to(device)
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = model(x).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        assert next(model.parameters()).dtype == torch.bfloat16
+    assert losses["xpu"] == pytest.approx(losses["cpu"], rel=2e-2)
+    assert losses["xpu"][-1] < losses["xpu"][0]
