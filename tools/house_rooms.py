@@ -81,7 +81,10 @@ HOUSE: dict[str, tuple[Room, ...]] = {
     "ipex_xpu_kernels": (
         _room("runtime", "SYCL libraries", "_load _sycl _onednn _version"),
         _room("device", "the device xpu in torch", "*"),
-        _room("kernels", "calls of kernels", "_kernel _attention _woq _fallback _ipex_ops _inline"),
+        _room(
+            *("kernels", "calls of kernels"),
+            "_kernel _launch _attention _cache _choice _experts _optim _woq _fallback _ipex_ops _inline",
+        ),
         _room("", "registration", "__init__ _autoload"),
     ),
     "ipex_quant": (

@@ -90,6 +90,47 @@ def test_experts_train_and_generate_as_on_the_host(name: str) -> None:
             torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-3, atol=1e-4, msg=key)
 
 
+@pytest.mark.parametrize(
+    "kind", [torch.float32, torch.int8, torch.float8_e5m2, torch.float8_e4m3fn], ids=str
+)
+def test_a_paged_cache_on_the_device(kind: torch.dtype) -> None:
+    cached = pytest.importorskip("ipex_llm.modules").PagedAttention
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(
+        3, 40, 8, 16, generator=generator
+    )  # queries, keys and values of one kind each
+    scale = 1.0 if kind == torch.float32 else 0.05
+    results = []
+    for device in ("cpu", "xpu"):
+        query, key, value = rows.to(device)
+        caches = [torch.zeros(8, 2, 16, 16, device=device).to(kind) for _ in range(2)]
+        table = torch.tensor([[5, 1, 6]], dtype=torch.int32, device=device)
+        position = torch.arange(40, device=device)
+        slots = table[0].long()[position // 16] * 16 + position % 16
+        out = torch.empty_like(query)
+        # A prompt of 30 tokens, then one token after the other.
+        cached.reshape_and_cache(
+            *(key[:30, :2], value[:30, :2], *caches, slots[:30], "auto", scale, scale)
+        )
+        ends = torch.tensor([0, 30], dtype=torch.int32, device=device)
+        cached.flash_attn_varlen_func(
+            *(out[:30], query[:30], *caches, ends, ends, 30, 30, 0.25, True, table),
+            *(None, -1, -1, "auto", scale, scale),
+        )
+        for i in range(30, 40):
+            new = slice(i, i + 1)
+            cached.reshape_and_cache(
+                *(key[new, :2], value[new, :2], *caches, slots[new], "auto", scale, scale)
+            )
+            length = torch.tensor([i + 1], dtype=torch.int32, device=device)
+            cached.single_query_cached_kv_attention(
+                *(out[new], query[new], *caches, None, 0.25, table, length, 16, i + 1, None),
+                *(-1, scale, scale),
+            )
+        results.append(out.cpu())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
 def test_options_that_xpu_does_not_have() -> None:
     optimize = pytest.importorskip("ipex_llm").optimize
 

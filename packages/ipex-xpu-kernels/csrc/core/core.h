@@ -87,6 +87,8 @@ void set_kernels_from_source(bool always);
 // cache off.
 void set_cache_directory(const std::string& directory);
 std::vector<std::string> kernel_names();
+// The C++ symbol of a kernel, mangled. Throws std::runtime_error.
+std::string kernel_symbol(std::string_view name);
 // Number of kernels translated from SPIR-V, of source files compiled, and of kernels read from the
 // cache since the start.
 struct LoadStats {

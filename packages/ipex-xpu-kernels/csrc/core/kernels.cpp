@@ -145,6 +145,13 @@ sycl::kernel build(Library& lib, const Entry& entry, int device) {
   return program.kernel(entry.symbol);
 }
 
+const Entry& entry_of(const Library& lib, std::string_view name) {
+  const auto entry = lib.entries.find(name);
+  if (entry == lib.entries.end())
+    throw std::runtime_error("xpu: there is no kernel named " + std::string(name));
+  return entry->second;
+}
+
 }  // namespace
 
 void set_kernel_library(const std::string& directory) {
@@ -192,6 +199,8 @@ std::vector<std::string> kernel_names() {
   return names;
 }
 
+std::string kernel_symbol(std::string_view name) { return entry_of(library(), name).symbol; }
+
 int bytes_of_item(int device) {
   return !device_info(device).is_cpu && compiled_here(library(), device) ? 16 : 0;
 }
@@ -207,19 +216,16 @@ const sycl::kernel& kernel(std::string_view name, int device) {
   const std::lock_guard lock(lib.mutex);
   const std::tuple<int, std::string> key(device, name);
   if (const auto found = lib.built.find(key); found != lib.built.end()) return *found->second;
-  const auto entry = lib.entries.find(name);
-  if (entry == lib.entries.end())
-    throw std::runtime_error("xpu: there is no kernel named " + std::string(name));
+  const Entry& entry = entry_of(lib, name);
   try {
-    auto made = std::make_unique<sycl::kernel>(build(lib, entry->second, device));
+    auto made = std::make_unique<sycl::kernel>(build(lib, entry, device));
     // Adapters of devices without SPIR-V count what was set, not what the kernel takes.
-    const auto arguments = takes_spirv(device) && entry->second.size != 0
+    const auto arguments = takes_spirv(device) && entry.size != 0
                                ? made->get_info<sycl::info::kernel::num_args>()
-                               : entry->second.arguments;
-    if (arguments != entry->second.arguments) {
+                               : entry.arguments;
+    if (arguments != entry.arguments) {
       throw std::runtime_error("it has " + std::to_string(arguments) +
-                               " arguments, the manifest says " +
-                               std::to_string(entry->second.arguments));
+                               " arguments, the manifest says " + std::to_string(entry.arguments));
     }
     return *lib.built.emplace(key, std::move(made)).first->second;
   } catch (const std::exception& e) {

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "core.h"
+
 namespace ipex::xpu {
 namespace {
 
@@ -96,6 +98,46 @@ void check(const WorkSize& size) {
   }
 }
 
+void check(const std::vector<std::string>& types, const std::vector<KernelArgument>& arguments) {
+  if (arguments.size() != types.size()) {
+    throw std::invalid_argument("the kernel takes " + std::to_string(types.size()) +
+                                " arguments, got " + std::to_string(arguments.size()));
+  }
+  for (std::size_t i = 0; i < types.size(); ++i) {
+    const bool pointer = types[i].back() == '*';
+    if (pointer != std::holds_alternative<std::uintptr_t>(arguments[i])) {
+      throw std::invalid_argument("argument " + std::to_string(i + 1) + " of the kernel is " +
+                                  types[i] + ", got a " + (pointer ? "number" : "tensor"));
+    }
+  }
+}
+
+void start(const sycl::kernel& kernel, sycl::queue& queue, const WorkSize& size,
+           const std::vector<std::string>& types, const std::vector<KernelArgument>& arguments) {
+  queue.submit([&](sycl::handler& handler) {
+    for (std::size_t i = 0; i < arguments.size(); ++i)
+      std::visit(SetArgument{handler, static_cast<int>(i), types[i]}, arguments[i]);
+    switch (size.global.size()) {
+      case 1:
+        return handler.parallel_for(range<1>(size), kernel);
+      case 2:
+        return handler.parallel_for(range<2>(size), kernel);
+      default:
+        return handler.parallel_for(range<3>(size), kernel);
+    }
+  });
+}
+
+// Parameters of the kernels of this package, whose symbols are in the manifests.
+const std::vector<std::string>& types_of(const std::string& kernel) {
+  static std::mutex mutex;
+  static std::map<std::string, std::vector<std::string>> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(kernel);
+  if (found != known.end()) return found->second;
+  return known.emplace(kernel, parameter_types(kernel_symbol(kernel))).first->second;
+}
+
 }  // namespace
 
 SourceProgram::SourceProgram(std::string source, std::vector<std::string> kernels,
@@ -139,17 +181,7 @@ const std::vector<std::string>& SourceProgram::parameters(const std::string& ker
 void SourceProgram::launch(const std::string& kernel, sycl::queue& queue, const WorkSize& size,
                            const std::vector<KernelArgument>& arguments) {
   const auto& types = parameters_.at(kernel);
-  if (arguments.size() != types.size()) {
-    throw std::invalid_argument("the kernel takes " + std::to_string(types.size()) +
-                                " arguments, got " + std::to_string(arguments.size()));
-  }
-  for (std::size_t i = 0; i < types.size(); ++i) {
-    const bool pointer = types[i].back() == '*';
-    if (pointer != std::holds_alternative<std::uintptr_t>(arguments[i])) {
-      throw std::invalid_argument("argument " + std::to_string(i + 1) + " of the kernel is " +
-                                  types[i] + ", got a " + (pointer ? "number" : "tensor"));
-    }
-  }
+  check(types, arguments);
   check(size);
   std::optional<sycl::kernel> found;
   {
@@ -161,18 +193,15 @@ void SourceProgram::launch(const std::string& kernel, sycl::queue& queue, const 
     // Copied: the list may grow while the kernel is started.
     found = at->second.at(kernel);
   }
-  queue.submit([&](sycl::handler& handler) {
-    for (std::size_t i = 0; i < arguments.size(); ++i)
-      std::visit(SetArgument{handler, static_cast<int>(i), types[i]}, arguments[i]);
-    switch (size.global.size()) {
-      case 1:
-        return handler.parallel_for(range<1>(size), *found);
-      case 2:
-        return handler.parallel_for(range<2>(size), *found);
-      default:
-        return handler.parallel_for(range<3>(size), *found);
-    }
-  });
+  start(*found, queue, size, types, arguments);
+}
+
+void launch(const std::string& name, int device, sycl::queue& queue, const WorkSize& size,
+            const std::vector<KernelArgument>& arguments) {
+  const auto& types = types_of(name);
+  check(types, arguments);
+  check(size);
+  start(kernel(name, device), queue, size, types, arguments);
 }
 
 }  // namespace ipex::xpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that users write: SYCL source that the compiler of the run-time translates in this
-// process.
+// Kernels whose arguments come as a list: of this package by their name, and SYCL source of users
+// that the compiler of the run-time translates in this process.
 #pragma once
 
 #include <map>
@@ -24,6 +24,11 @@ struct WorkSize {
   std::vector<std::size_t> global;  // 1 to 3 dimensions
   std::vector<std::size_t> local;   // as many, which divide them
 };
+
+// Starts a kernel of this package in a queue of the device. Throws std::invalid_argument where the
+// arguments do not match the kernel.
+void launch(const std::string& kernel, int device, sycl::queue& queue, const WorkSize& size,
+            const std::vector<KernelArgument>& arguments);
 
 // A program and its kernels; free functions of pointers and numbers, made kernels by their
 // property nd_range_kernel.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of optimizers, float32; rest is 1 - beta, which is not exact as a difference of floats.
-// Numbers that a training loop keeps on the device (steps, learning rate, scale of the gradients,
-// whether one of them was infinite) come as pointers, which may be null.
+// Steps of the fused optimizers of torch, float32; rest is 1 - beta, which is not exact as a
+// difference of floats. Numbers that a training loop keeps on the device (steps, learning rate,
+// scale of the gradients, whether one of them was infinite) come as pointers, which may be null.
 #include "names.h"
 
 // 1 - beta^step, exact also where that is near 0.
@@ -19,12 +19,12 @@ inline float gradient(float* grads, unsigned long i, const float* scale, int max
 
 IPEX_KERNEL(1)
 void adam(float* w, float* grads, float* m, float* v, float* top, unsigned long n,
-          const float* steps, float step, const float* rates, float rate, float beta1, float beta2,
-          float rest1, float rest2, float log_beta1, float log_beta2, float decay, float eps,
-          int decoupled, int maximize, const float* scale, const float* infinite) {
+          const float* step, const float* rates, float rate, float beta1, float beta2, float rest1,
+          float rest2, float log_beta1, float log_beta2, float decay, float eps, int decoupled,
+          int maximize, const float* scale, const float* infinite) {
   const unsigned long i = global_id();
   if (i >= n || (infinite && *infinite == 1.f)) return;
-  const float t = steps ? *steps : step;
+  const float t = *step;
   const float lr = rates ? *rates : rate;
   float g = gradient(grads, i, scale, maximize);
   float weight = w[i];
@@ -59,27 +59,4 @@ void sgd(float* w, float* grads, float* buffer, unsigned long n, const float* ra
     g = nesterov ? g + momentum * moved : moved;
   }
   w[i] -= (rates ? *rates : rate) * g;
-}
-
-// Means and direction; the caller computes the norms of weights and direction.
-IPEX_KERNEL(1)
-void lamb_direction(const float* w, const float* grads, float* m, float* v, float* direction,
-                    unsigned long n, float beta1, float beta2, float rest1, float rest2,
-                    float correction1, float correction2, float decay, float eps) {
-  const unsigned long i = global_id();
-  if (i >= n) return;
-  const float g = grads[i];
-  const float mean = beta1 * m[i] + rest1 * g;
-  const float square = beta2 * v[i] + rest2 * g * g;
-  m[i] = mean;
-  v[i] = square;
-  direction[i] = mean / correction1 / (sycl::sqrt(square / correction2) + eps) + decay * w[i];
-}
-IPEX_KERNEL(1)
-void lamb_apply(float* w, const float* direction, unsigned long n, const float* norm_w,
-                const float* norm_direction, float lr) {
-  const unsigned long i = global_id();
-  if (i >= n) return;
-  const float ratio = *norm_w > 0.f && *norm_direction > 0.f ? *norm_w / *norm_direction : 1.f;
-  w[i] -= lr * ratio * direction[i];
 }

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The best numbers of a row: a work-group finds the worst of them digit by digit, lists them, and
 // puts them in order. NaN is the largest number; of equal ones the first come first.
-#include "names.h"
+#include "order.h"
 
 using Key = unsigned long;
 
 // A whole number that is larger for a better one; `flip` is all ones where the least are wanted.
-inline Key key_of(float x, Key flip) {
-  const unsigned int bits = sycl::bit_cast<unsigned int>(x == 0.f ? 0.f : x);
-  const unsigned int ordered = x != x ? 0xffffffffu : bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
-  return ordered ^ (flip & 0xfffffffful);
-}
+inline Key key_of(float x, Key flip) { return ordered_bits(x) ^ (flip & 0xfffffffful); }
 inline Key key_of(long x, Key flip) { return (static_cast<Key>(x) ^ (1ul << 63)) ^ flip; }
 
 // indices: [rows, k] and found, as large: working memory.

@@ -14,37 +14,40 @@ inline float number(const unsigned char* p, unsigned long i, int kind) {
       return static_cast<float>(reinterpret_cast<const bf16*>(p)[i]);
     case 2:
       return static_cast<float>(reinterpret_cast<const half*>(p)[i]);
+    case 4: {  // a power of two, by its exponent; the least is below the normal numbers
+      const unsigned int exponent = p[i];
+      return sycl::bit_cast<float>(exponent == 0     ? 0x00400000u
+                                   : exponent == 255 ? 0x7fc00000u
+                                                     : exponent << 23);
+    }
     default:
       return static_cast<float>(reinterpret_cast<const signed char*>(p)[i]);
   }
 }
 
-// The codes of a word, by k.
+// The values of the codes of a word, by k: as they stand in the table, or whole numbers.
 template <bool kNibbles>
-inline void unpack(unsigned int word, float zero, float (&value)[kNibbles ? 8 : 4]) {
-  if constexpr (kNibbles) {
+inline void unpack(unsigned int word, float zero, const float* table,
+                   float (&value)[kNibbles ? 8 : 4]) {
+  constexpr int kBits = kNibbles ? 4 : 8;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int shift = (j % 2) * 16 + (j / 2) * 4;
-      value[j] = static_cast<float>((word >> shift) & 15u) - zero;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int shift = (j % 2) * 16 + (j / 2) * 8;
-      value[j] = static_cast<float>(static_cast<signed char>((word >> shift) & 255u)) - zero;
-    }
+  for (int j = 0; j < 32 / kBits; ++j) {
+    const unsigned int code = (word >> ((j % 2) * 16 + (j / 2) * kBits)) & ((1u << kBits) - 1);
+    const float whole =
+        kNibbles ? static_cast<float>(code) : static_cast<float>(static_cast<signed char>(code));
+    value[j] = (table != nullptr ? table[code] : whole) - zero;
   }
 }
 
 // y[m, n] = x[m, :] . weight[n, :] in float32. Rows of x hold numbers (zeros at the end) for all
-// blocks of the weight. Kinds of scales and zeros: 0 float32, 1 bfloat16, 2 float16, 3 int8, -1
-// none.
+// blocks of the weight. Kinds of scales and zeros: 0 float32, 1 bfloat16, 2 float16, 3 int8, 4
+// powers of two, -1 none.
 template <typename T, bool kNibbles, int kRows>
-IPEX_KERNEL(2)
-void woq_product(const T* x, const unsigned char* strips, float* y, long m, long n, long x_row,
-                 long blocks, long blocks_of_group, long strip_bytes, long zero_offset,
-                 long weight_offset, int scale_kind, int scale_columns, int zero_kind) {
+IPEX_INLINE inline void product(const T* x, const unsigned char* strips, const float* table,
+                                float* y, long m, long n, long x_row, long blocks,
+                                long blocks_of_group, long strip_bytes, long zero_offset,
+                                long weight_offset, int scale_kind, int scale_columns,
+                                int zero_kind) {
   constexpr unsigned long kCodes = kNibbles ? 8 : 4;
   const auto position = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
   const unsigned long lane = position.get_local_id(1);
@@ -62,12 +65,12 @@ void woq_product(const T* x, const unsigned char* strips, float* y, long m, long
     const unsigned long at = scale_columns == 1 ? group : group * kStrip + lane;
     const float scale = number(own, at, scale_kind);
     const float zero = zero_kind >= 0 ? number(own + zero_offset, group * kStrip + lane, zero_kind)
-                       : kNibbles     ? 8.f
-                                      : 0.f;
+                       : kNibbles && table == nullptr ? 8.f
+                                                      : 0.f;
     float part[kRows] = {};
     for (long block = begin; block < end; ++block) {
       float value[kCodes];
-      unpack<kNibbles>(words[block * kStrip + lane], zero, value);
+      unpack<kNibbles>(words[block * kStrip + lane], zero, table, value);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -86,9 +89,34 @@ void woq_product(const T* x, const unsigned char* strips, float* y, long m, long
   }
 }
 
+template <typename T, bool kNibbles, int kRows>
+IPEX_KERNEL(2)
+void woq_product(const T* x, const unsigned char* strips, float* y, long m, long n, long x_row,
+                 long blocks, long blocks_of_group, long strip_bytes, long zero_offset,
+                 long weight_offset, int scale_kind, int scale_columns, int zero_kind) {
+  product<T, kNibbles, kRows>(x, strips, nullptr, y, m, n, x_row, blocks, blocks_of_group,
+                              strip_bytes, zero_offset, weight_offset, scale_kind, scale_columns,
+                              zero_kind);
+}
+
+// Codes that stand for the numbers of a table.
+template <typename T, bool kNibbles, int kRows>
+IPEX_KERNEL(2)
+void woq_table_product(const T* x, const unsigned char* strips, const float* table, float* y,
+                       long m, long n, long x_row, long blocks, long blocks_of_group,
+                       long strip_bytes, long zero_offset, long weight_offset, int scale_kind,
+                       int scale_columns, int zero_kind) {
+  product<T, kNibbles, kRows>(x, strips, table, y, m, n, x_row, blocks, blocks_of_group,
+                              strip_bytes, zero_offset, weight_offset, scale_kind, scale_columns,
+                              zero_kind);
+}
+
 #define WOQ_OF(T, nibbles, rows)                                                                  \
   template void woq_product<T, nibbles, rows>(const T*, const unsigned char*, float*, long, long, \
-                                              long, long, long, long, long, long, int, int, int);
+                                              long, long, long, long, long, long, int, int, int); \
+  template void woq_table_product<T, nibbles, rows>(const T*, const unsigned char*, const float*, \
+                                                    float*, long, long, long, long, long, long,   \
+                                                    long, long, int, int, int);
 #define WOQ(T)        \
   WOQ_OF(T, false, 1) \
   WOQ_OF(T, false, 8) \

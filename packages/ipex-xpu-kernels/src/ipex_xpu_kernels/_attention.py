@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import check
+from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.attention import check_offsets
-from ipex_core.ops.kv_cache import check_block_tables, check_lengths, check_longest
+from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
+from ipex_xpu_kernels._launch import kernel, launch
 
 __all__ = ["FUNCTIONS"]
 
@@ -64,16 +65,45 @@ def _run(
     ahead: int = -1,
     softcap: float = 0.0,
     bottom_right: bool = True,
+    factors: tuple[float, float, Tensor | None, Tensor | None] = (1.0, 1.0, None, None),
 ) -> None:
-    _native().attention(
-        *(_dense(query), _dense(key), _dense(value), out, mask, _float(slopes), _float(sinks)),
-        *(q_starts, k_starts, k_lengths, table, sequences, longest, behind, ahead),
-        *(scale or query.shape[-1] ** -0.5, softcap, bottom_right),
+    """Start the kernel; ``factors``: of a quantized cache, of its keys and values and of their rows."""
+    query, key, value = _dense(query), _dense(key), _dense(value)
+    tensors = query, key, value, out, mask, _float(slopes), _float(sinks)
+    places = q_starts, k_starts, k_lengths, table
+    scale = scale or query.shape[-1] ** -0.5
+    if key.dtype == query.dtype:
+        _native().attention(
+            *(*tensors, *places, sequences, longest, behind, ahead, scale, softcap, bottom_right)
+        )
+        return
+    k_scale, v_scale, key_scales, value_scales = factors
+    _, kv_heads, rows, size = key.shape
+    if 0 in (out.numel(), sequences, kv_heads):
+        return
+    group = query.shape[1] // kv_heads
+    launch(
+        *(kernel("attention_quantized", query.dtype, key.dtype), query),
+        *((sequences, kv_heads, group * longest), (1, 1, _QUERIES)),
+        *(*tensors, *places, group, query.shape[2], rows, size, value.shape[3]),
+        *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3]),
+        *((0, 0, 0, 0) if mask is None else mask.stride()),
+        *(0, 0 if table is None else table.stride(0), rows, behind, ahead),
+        *(float(scale * k_scale), float(softcap), bottom_right, float(v_scale)),
+        *(key_scales, value_scales),
+        *((0, 0, 0) if key_scales is None else key_scales.stride()),
+        *((0, 0, 0) if value_scales is None else value_scales.stride()),
     )
 
 
+#: Queries of a work-group of the kernel for quantized caches, and the largest head it has.
+_QUERIES, _LARGEST = 16, 256
+
+
 def _supported(query: Tensor, key: Tensor, value: Tensor, *factors: Any) -> bool:
-    """Return whether the kernel has these dtypes and sizes; quantized caches it has not."""
+    """Return whether a kernel has these dtypes and sizes."""
+    if key.dtype in QUANTIZED and value.dtype == key.dtype:
+        return query.dtype in FLOATS and max(query.shape[-1], value.shape[-1]) <= _LARGEST
     plain = all(factor is None or factor == 1.0 for factor in factors)
     return plain and bool(_native().attention_supported(query, key, value))
 
@@ -147,6 +177,7 @@ def _decode_attention(
         behind=window_size - 1 if window_size > 0 else -1,
         ahead=0,
         softcap=softcap,
+        factors=(k_scale, v_scale, key_scales, value_scales),
     )
     return out
 
@@ -192,6 +223,7 @@ def _single_query(
         behind=window_size - 1 if window_size > 0 else -1,
         ahead=0,
         softcap=softcap,
+        factors=(k_scale, v_scale, key_scales, value_scales),
     )
     return True
 
@@ -291,6 +323,7 @@ def _flash_attn_varlen_func(
         behind=window_left,
         ahead=0 if is_causal else window_right,
         softcap=softcap,
+        factors=(k_scale, v_scale, key_scales, value_scales),
     )
     return True
 

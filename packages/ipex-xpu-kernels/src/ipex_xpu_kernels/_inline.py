@@ -13,6 +13,7 @@ import torch
 
 from ipex_xpu_kernels._device import kernels as native_kernels
 from ipex_xpu_kernels._kernel import SyclKernel
+from ipex_xpu_kernels._launch import programs
 
 _HEADERS = Path(__file__).with_name("kernels")
 #: Headers for kernels of users, by the names by which they are included.
@@ -119,7 +120,7 @@ def load_inline(
         >>> ops.twice(torch.ones(3, device="xpu"))  # doctest: +SKIP
         tensor([2., 2., 2.], device='xpu:0')
     """
-    native = native_kernels("load_inline")
+    native_kernels("load_inline")  # raises where there is no device
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ValueError(f"load_inline: name must be an identifier, got {name!r}")
     if isinstance(functions, str) or not functions:
@@ -139,7 +140,7 @@ def load_inline(
     else:
         wanted = set(functions)
     schemas = {op_name: _schema(f"{name}::{op_name}", op) for op_name, op in ops.items()}
-    program = _compile(native, name, source, sorted(wanted), headers or {}, options)
+    program = _compile(name, source, sorted(wanted), headers or {}, options)
     kernels = {
         kernel: SyclKernel(program, name, kernel, _dimensions_of(kernel, source))
         for kernel in sorted(wanted)
@@ -163,7 +164,6 @@ def _kernels_of(name: str, op: SyclOp) -> tuple[str, ...]:
 
 
 def _compile(
-    native: Any,
     name: str,
     source: str,
     kernels: list[str],
@@ -183,7 +183,7 @@ def _compile(
     if any("bfloat16" in text for text in (source, *headers.values())):
         options = [*options, *(part for header in _FILES for part in ("-include", header))]
     try:
-        return native.SourceProgram(
+        return programs().SourceProgram(
             source, kernels, files, list(options), torch.xpu.current_stream().sycl_queue
         )
     except ValueError as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,31 @@ def _with_definition(name: str, function: Callable[..., Any]) -> Callable[..., A
     return kernel
 
 
+def _before_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the op whose ``function`` returns None for arguments that the kernel before it is to have."""
+    kernel_before = torch.library.get_kernel(f"ipex::{name}", "XPU")
+
+    def kernel(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return kernel_before.call_boxed(keyset, *args, **kwargs) if result is None else result
+
+    return kernel
+
+
 @functools.cache
 def register() -> tuple[str, ...]:
     """Register them with torch, once, and return the names of the ops."""
-    from ipex_xpu_kernels import _attention, _woq
+    from ipex_xpu_kernels import _attention, _cache, _choice, _experts, _optim, _woq
 
-    functions: dict[str, Callable[..., Any]] = {**_attention.FUNCTIONS, **_woq.FUNCTIONS}
+    functions: dict[str, Callable[..., Any]] = {}
+    for module in (_attention, _cache, _choice, _optim, _woq):
+        functions.update(module.FUNCTIONS)
     for name, function in functions.items():
         _library().impl(name, _with_definition(name, function), "XPU")
+    with warnings.catch_warnings():  # that the kernel is replaced
+        warnings.simplefilter("ignore")
+        kernel = _before_kernel("fused_experts", _experts.fused_experts)
+        _library().impl("fused_experts", kernel, "XPU", with_keyset=True)
     return tuple(functions)
 
 

@@ -418,7 +418,7 @@ def _check_ids(topk_ids: Tensor, total: int) -> None:
     # Only the data tell, so tensors without data (fake tensors during a trace) pass.
     if not has_data(topk_ids):
         return
-    ids = topk_ids.long()
+    ids = topk_ids.cpu().long()
     wrong = ids[(ids < -1) | (ids >= total)]
     check(
         wrong.numel() == 0,

@@ -709,5 +709,9 @@ class _Listed:
         )
 
 
-for _single in (ADAGRAD_SPEC, ADAM_SPEC, LAMB_SPEC, LARS_SPEC, SGD_SPEC):
-    register(_Listed(_single).spec())
+#: Name of an op for one parameter -> the op for lists.
+LISTED = {
+    spec.name: _Listed(spec) for spec in (ADAGRAD_SPEC, ADAM_SPEC, LAMB_SPEC, LARS_SPEC, SGD_SPEC)
+}
+for _listed in LISTED.values():
+    register(_listed.spec())

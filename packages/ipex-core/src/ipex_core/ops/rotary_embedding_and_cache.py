@@ -74,7 +74,7 @@ def _and_cache(
         RuntimeError: An argument does not fit, or a position or slot is out of range; nothing is written then.
     """
     rows = [table_rows(_OP, table, query, position_ids) for table in (cos, sin)]
-    slots = _slots(query, key_cache, slot_mapping, position_ids)
+    slots = cache_places(query, key_cache, slot_mapping, position_ids)
     rotated = rotate(key, rows[0], rows[1], rotary_dim, rotary_half)
     query.copy_(rotate(query, rows[0], rows[1], rotary_dim, rotary_half))
     keep = slots >= 0
@@ -89,9 +89,10 @@ def _and_cache(
         view[slots // block_size, :, slots % block_size] = tokens.view(view.dtype)
 
 
-def _slots(
+def cache_places(
     query: Tensor, cache: Tensor, slot_mapping: Tensor | None, position_ids: Tensor | None
 ) -> Tensor:
+    """Return the slot of each token, int64, after checking them. Reads data: references call it, fakes do not."""
     blocks, block_size = cache.shape[0], cache.shape[2]
     if slot_mapping is not None:
         end = blocks * block_size

@@ -152,9 +152,7 @@ def pack(
 def _split(packed: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return codes in packed order of K, scales, zeros (empty without) and the permutation (empty without)."""
     start = HEADER_BYTES + layout.permutation_bytes
-    permutation = packed[HEADER_BYTES : HEADER_BYTES + 4 * layout.k * layout.permuted]
-    # A copy puts the numbers on an address that is aligned for them.
-    permutation = permutation.clone().view(torch.int32)
+    permutation = _places(packed, layout)
     strips = packed[start:].view(layout.strips, -1)
     scale_part, zero_part, sum_part, _ = layout.parts
     count = layout.groups * layout.scale_columns * layout.scale_dtype.itemsize
@@ -182,6 +180,13 @@ def _split(packed: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tens
     if layout.format == "int8" and layout.order == "vnni":
         codes = codes ^ 0x80
     return _plain(codes), scales, zeros, permutation
+
+
+def _places(packed: Tensor, layout: Layout) -> Tensor:
+    """Return the input feature at each packed place of K, int32; empty without a permutation."""
+    numbers = packed[HEADER_BYTES : HEADER_BYTES + 4 * layout.k * layout.permuted]
+    # A copy puts the numbers on an address that is aligned for them.
+    return numbers.clone().view(torch.int32)
 
 
 def _out_of_strips(values: Tensor, layout: Layout) -> Tensor:
@@ -252,7 +257,7 @@ def permutation(packed: Tensor, layout: Layout) -> Tensor:
     """Return the input feature at each packed place of K, int64 ``[K]``."""
     if not layout.permuted:
         return torch.arange(layout.k, device=packed.device)
-    return _split(packed, layout)[3].long()
+    return _places(packed, layout).long()
 
 
 def dequantize(

@@ -99,7 +99,6 @@ void register_ipex_kernels() {
   register_gated();
   register_norms();
   register_rope();
-  register_steps();
   register_interaction();
   register_bags();
   register_bags_update();

@@ -183,28 +183,16 @@ void add_kernel(torch::Library& library, const char* name) {
 bool matmul_kernel(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                    const at::Tensor* addend, float beta, float alpha);
 
-// A packed weight of 4 or 8 bits: where its strips begin, and in bytes of a strip where zero points
-// and weights do; kinds as in woq.sycl.cpp.
-struct WoqLayout {
-  bool nibbles;
-  std::int64_t offset, strip_bytes, zero_offset, weight_offset, blocks, blocks_of_group;
-  int scale_kind, scale_columns, zero_kind;
-};
-// y = x weight^T in float32 (woq_ops.cpp); x has a number for each code of all blocks.
-void woq_kernel(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& y,
-                const WoqLayout& layout);
-
 void register_elementwise();  // elementwise_ops.cpp
 void register_gated();
 void register_compare();  // compare_ops.cpp
 void register_moving();   // moving_ops.cpp
 void register_rows();     // rows_ops.cpp
 void register_norms();
-void register_reduce();  // reduce_ops.cpp
-void register_index();   // index_ops.cpp
-void register_rope();    // rope_ops.cpp
-void register_optim();   // optim_ops.cpp
-void register_steps();
+void register_reduce();     // reduce_ops.cpp
+void register_index();      // index_ops.cpp
+void register_rope();       // rope_ops.cpp
+void register_optim();      // optim_ops.cpp
 void register_random();     // random_ops.cpp
 void register_matmul();     // matmul_ops.cpp
 void register_attention();  // attention_ops.cpp

@@ -11,7 +11,6 @@
 #include <atomic>
 
 #include "core/core.h"
-#include "core/source.h"
 #include "device/core/block_cache.h"
 #include "device/core/kernel_ops.h"
 #include "device/core/runtime.h"
@@ -194,19 +193,14 @@ PYBIND11_MODULE(_C, m) {
     attention_kernel({query, key, value, out, mask, slopes, sinks, q_starts, k_starts, k_lengths,
                       table, sequences, longest, behind, ahead, scale, softcap, bottom_right});
   });
-  m.def("woq_product",
-        [](at::Tensor x, at::Tensor packed, at::Tensor y, bool nibbles, std::int64_t offset,
-           std::int64_t strip_bytes, std::int64_t zero_offset, std::int64_t weight_offset,
-           std::int64_t blocks, std::int64_t blocks_of_group, int scale_kind, int scale_columns,
-           int zero_kind) {
-          woq_kernel(x, packed, y,
-                     {nibbles, offset, strip_bytes, zero_offset, weight_offset, blocks,
-                      blocks_of_group, scale_kind, scale_columns, zero_kind});
-        });
   m.def("set_kernel_mode", [](const std::string& mode) {
     TORCH_CHECK_VALUE(mode == "auto" || mode == "always",
                       "set_kernel_mode: mode must be auto or always, got ", mode);
     set_kernel_mode(mode == "always" ? KernelMode::Always : KernelMode::Auto);
+  });
+  // Whether an op whose kernel is slower than the host is left to it.
+  m.def("host_is_faster", [](int device) {
+    return !use_kernel(static_cast<c10::DeviceIndex>(device), KernelSpeed::Slower);
   });
   m.def("set_zero_copy", &set_zero_copy);
   m.def("set_onednn_path", &onednn::set_path, py::arg("path"), py::arg("why"));
@@ -232,36 +226,6 @@ PYBIND11_MODULE(_C, m) {
     return result;
   });
   m.def("reset_fallback_stats", &reset_fallback_stats);
-  // Queues belong to torch's streams, by their addresses: of this package or of a torch with
-  // XPU.
-  py::class_<SourceProgram>(m, "SourceProgram")
-      .def(py::init([](std::string source, std::vector<std::string> kernels,
-                       std::map<std::string, std::string> headers, std::vector<std::string> options,
-                       std::uintptr_t queue) {
-             return std::make_unique<SourceProgram>(std::move(source), std::move(kernels),
-                                                    std::move(headers), std::move(options),
-                                                    *reinterpret_cast<sycl::queue*>(queue));
-           }),
-           py::call_guard<py::gil_scoped_release>())
-      .def("parameters", &SourceProgram::parameters)
-      // Arguments that point are addresses of tensors, marked as such by the caller.
-      .def("launch", [](SourceProgram& program, const std::string& kernel, std::uintptr_t queue,
-                        std::vector<std::size_t> global, std::vector<std::size_t> local,
-                        const py::list& arguments) {
-        std::vector<KernelArgument> values;
-        for (const py::handle& one : arguments) {
-          if (py::isinstance<py::tuple>(one)) {
-            values.emplace_back(one.cast<py::tuple>()[0].cast<std::uintptr_t>());
-          } else if (py::isinstance<py::float_>(one)) {
-            values.emplace_back(one.cast<double>());
-          } else {
-            values.emplace_back(one.cast<std::int64_t>());
-          }
-        }
-        const py::gil_scoped_release no_gil;
-        program.launch(kernel, *reinterpret_cast<sycl::queue*>(queue),
-                       {std::move(global), std::move(local)}, values);
-      });
   m.def("set_kernel_library", &set_kernel_library);
   m.def("set_kernels_from_source", &set_kernels_from_source);
   m.def("set_cache_directory", &set_cache_directory);

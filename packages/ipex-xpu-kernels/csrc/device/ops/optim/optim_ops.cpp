@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of optimizers on the kernels of optim.sycl.cpp: torch.optim with fused=True, and
-// ipex steps for float32 parameters.
+// Steps of torch.optim with fused=True on the kernels of optim.sycl.cpp.
 #include <ATen/Functions.h>
 
 #include <cmath>
@@ -39,12 +38,11 @@ struct Adam {
 };
 // `lr` and `step` are read from the device where they are tensors.
 void adam(const Tensor& w, const Tensor& grad, const Tensor& m, const Tensor& v, const Tensor& top,
-          const Tensor& step, double step_number, const Tensor& lr, const Adam& a,
-          const optional<Tensor>& scale, const optional<Tensor>& infinite) {
+          const Tensor& step, const Tensor& lr, const Adam& a, const optional<Tensor>& scale,
+          const optional<Tensor>& infinite) {
   launch_for(w, "adam", w.numel(), out_data(w), out_data(grad), out_data(m), out_data(v),
-             out_data(top), static_cast<unsigned long>(w.numel()), data(step),
-             static_cast<float>(step_number), data(lr), static_cast<float>(a.lr),
-             static_cast<float>(a.beta1), static_cast<float>(a.beta2),
+             out_data(top), static_cast<unsigned long>(w.numel()), data(step), data(lr),
+             static_cast<float>(a.lr), static_cast<float>(a.beta1), static_cast<float>(a.beta2),
              static_cast<float>(1 - a.beta1), static_cast<float>(1 - a.beta2),
              static_cast<float>(std::log(a.beta1)), static_cast<float>(std::log(a.beta2)),
              static_cast<float>(a.decay), static_cast<float>(a.eps), a.decoupled ? 1 : 0,
@@ -63,8 +61,8 @@ bool fused_adam(TensorList params, TensorList grads, TensorList means, TensorLis
     if (!is_number(step)) return false;
   }
   for (std::size_t i = 0; i < params.size(); ++i) {
-    adam(params[i], grads[i], means[i], squares[i], amsgrad ? tops[i] : Tensor(), steps[i], 0, lr,
-         a, scale, infinite);
+    adam(params[i], grads[i], means[i], squares[i], amsgrad ? tops[i] : Tensor(), steps[i], lr, a,
+         scale, infinite);
   }
   return true;
 }
@@ -83,18 +81,6 @@ bool fused_adam_lr_(TensorList params, TensorList grads, TensorList means, Tenso
                     const optional<Tensor>& scale, const optional<Tensor>& infinite) {
   return fused_adam(params, grads, means, squares, tops, steps, lr,
                     {0, beta1, beta2, decay, eps, decoupled, maximize}, amsgrad, scale, infinite);
-}
-
-bool adam_fused_step(Tensor& w, Tensor& m, Tensor& v, const optional<Tensor>& top,
-                     const Tensor& grad, const optional<Tensor>& lower, bool amsgrad, double step,
-                     double beta1, double beta2, double lr, double decay, double eps,
-                     bool decoupled, bool maximize) {
-  if (given(lower) || step < 1 || !takes(w, w) || !takes(w, grad) || !takes(w, m) || !takes(w, v) ||
-      (amsgrad && !(given(top) && takes(w, *top))))
-    return false;
-  adam(w, grad, m, v, amsgrad ? *top : Tensor(), {}, step, {},
-       {lr, beta1, beta2, decay, eps, decoupled, maximize}, std::nullopt, std::nullopt);
-  return true;
 }
 
 struct Sgd {
@@ -133,36 +119,6 @@ bool fused_sgd_lr_(TensorList params, TensorList grads, TensorList buffers, doub
   return fused_sgd(params, grads, buffers, lr,
                    {0, decay, momentum, dampening, nesterov, first, maximize}, scale, infinite);
 }
-bool sgd_fused_step(Tensor& w, const Tensor& grad, const optional<Tensor>& buffer,
-                    const optional<Tensor>& lower, double momentum, double lr, double decay,
-                    double dampening, bool nesterov, bool first, bool maximize) {
-  if (given(lower) || !takes(w, w) || !takes(w, grad) || (given(buffer) && !takes(w, *buffer)))
-    return false;
-  sgd(w, grad, given(buffer) ? *buffer : Tensor(), {},
-      {lr, decay, momentum, dampening, nesterov, first, maximize}, std::nullopt, std::nullopt);
-  return true;
-}
-
-bool lamb_fused_step(Tensor& w, Tensor& m, Tensor& v, const Tensor& grad,
-                     const optional<Tensor>& lower, std::int64_t step, double beta1, double beta2,
-                     double lr, double decay, double eps) {
-  if (given(lower) || step < 1 || !takes(w, w) || !takes(w, grad) || !takes(w, m) || !takes(w, v))
-    return false;
-  const auto n = static_cast<unsigned long>(w.numel());
-  const Tensor direction = at::empty_like(w);
-  const auto t = static_cast<double>(step);
-  launch_for(w, "lamb_direction", w.numel(), data(w), data(grad), out_data(m), out_data(v),
-             out_data(direction), n, static_cast<float>(beta1), static_cast<float>(beta2),
-             static_cast<float>(1 - beta1), static_cast<float>(1 - beta2),
-             static_cast<float>(1 - std::pow(beta1, t)), static_cast<float>(1 - std::pow(beta2, t)),
-             static_cast<float>(decay), static_cast<float>(eps));
-  const Tensor norm_w = at::linalg_vector_norm(w);
-  const Tensor norm_direction = at::linalg_vector_norm(direction);
-  launch_for(w, "lamb_apply", w.numel(), out_data(w), data(direction), n, data(norm_w),
-             data(norm_direction), static_cast<float>(lr));
-  return true;
-}
-
 }  // namespace
 
 void register_optim() {
@@ -174,14 +130,6 @@ void register_optim() {
   add_kernel<&fused_adam_lr_<true>>(aten, "_fused_adamw_.tensor_lr");
   add_kernel<&fused_sgd_>(aten, "_fused_sgd_");
   add_kernel<&fused_sgd_lr_>(aten, "_fused_sgd_.tensor_lr");
-}
-
-void register_steps() {
-  static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
-                             __LINE__);
-  add_kernel<&adam_fused_step>(ours, "adam_fused_step");
-  add_kernel<&sgd_fused_step>(ours, "sgd_fused_step");
-  add_kernel<&lamb_fused_step>(ours, "lamb_fused_step");
 }
 
 }  // namespace ipex::xpu

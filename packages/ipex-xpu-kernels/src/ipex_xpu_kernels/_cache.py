@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes to paged caches and rotary embeddings by one table, on the kernels of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ipex_core.library.spec import FLOATS, check
+from ipex_core.ops.rotary_embedding import table_rows
+from ipex_core.ops.rotary_embedding_and_cache import cache_places
+from ipex_xpu_kernels._launch import kernel, launch_columns, launch_rows
+
+__all__ = ["FUNCTIONS"]
+
+Tensor = torch.Tensor
+
+
+def _last_of_each(slots: Tensor) -> Tensor:
+    """Return the slots of tokens, -1 in the place of those that a later token has, too."""
+    used = slots[slots >= 0]
+    if used.unique().numel() == used.numel():
+        return slots
+    later: dict[int, int] = {slot: token for token, slot in enumerate(slots.tolist())}
+    return torch.tensor([s if later[s] == t else -1 for t, s in enumerate(slots.tolist())])
+
+
+def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: float, scales: Tensor | None) -> None:
+    """Write rows ``[tokens, heads, size]`` to the int64 ``slots`` of a cache, all on the device."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tokens, heads, size = x.shape
+    if cache.numel() == 0:
+        return
+    place = slots, heads, size, cache.shape[2], *x.stride()[:2], *cache.stride()[:3]
+    if scales is not None:
+        name = kernel("write_cache_scaled", x.dtype)
+        launch_rows(name, x, tokens * heads, cache, scales, x, *place, *scales.stride())
+        return
+    # The reciprocal is rounded to float32, as the definition has it.
+    inverse = (1.0 / torch.tensor(scale, dtype=torch.float32)).item()
+    name = kernel("write_cache", x.dtype, cache.dtype)
+    launch_columns(name, x, tokens * heads, size, cache, x, *place, inverse)
+
+
+def _writer(op: str) -> Callable[..., bool]:
+    def write(
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str = "auto",
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> bool:
+        if key.dtype not in FLOATS:
+            return False
+        capacity = key_cache.shape[0] * key_cache.shape[2]
+        slots = slot_mapping.cpu().long()
+        for slot in slots[slots >= capacity][:1].tolist():
+            text = f"hold slots below num_blocks * block_size = {capacity}"
+            check(False, op, "slot_mapping", text, slot)
+        places = _last_of_each(slots).to(key.device)
+        _write(key, key_cache, places, k_scale, key_scales)
+        _write(value, value_cache, places, v_scale, value_scales)
+        return True
+
+    return write
+
+
+def _rotary_embedding_and_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    slot_mapping: Tensor | None,
+    rotary_dim: int,
+    rotary_half: bool,
+    position_ids: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> bool:
+    op = "rotary_embedding_and_cache"
+    if query.dtype not in FLOATS:
+        return False
+    rows = [table_rows(op, table, query, position_ids) for table in (sin, cos)]
+    slots = cache_places(query, key_cache, slot_mapping, position_ids)
+    rotated = key.contiguous() if key.stride(-1) != 1 else key.clone()
+    torch.ops.ipex.rotary_embedding(query, rotated, *rows, rotary_dim, rotary_half)
+    for x, cache, scale in ((rotated, key_cache, k_scale), (value, value_cache, v_scale)):
+        _write(x.reshape(-1, *x.shape[-2:]), cache, slots, scale, None)
+    return True
+
+
+def _rotate(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    rows: Tensor,
+    is_neox: bool,
+    first: int = 0,
+    inverse: bool = False,
+) -> bool:
+    """Rotate in place by ``rows`` ``[tokens, rotary_dim]``: the cosines and sines of each token."""
+    cos, sin = rows.view(*positions.shape, rows.shape[-1]).chunk(2, -1)
+
+    def heads(x: Tensor) -> Tensor:
+        flat = x.dim() == positions.dim() + 1
+        return (x.unflatten(-1, (x.shape[-1] // head_size, head_size)) if flat else x)[..., first:]
+
+    parts = [heads(x) for x in (query, key) if x is not None]
+    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+    other = dense[1] if key is not None else dense[0][..., :0, :]
+    sin = -sin if inverse else sin
+    torch.ops.ipex.rotary_embedding(dense[0], other, sin, cos, rows.shape[1], is_neox)
+    for x, y in zip(parts, dense, strict=True):
+        if x is not y:
+            x.copy_(y)
+    return True
+
+
+def _batched(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rot_dim: int,
+    cos_sin_cache_offsets: Tensor | None = None,
+) -> bool:
+    if query.dtype not in FLOATS:
+        return False
+    rows = positions.long().flatten()
+    count = cos_sin_cache.shape[0]
+    places = rows.cpu()
+    given = places.tolist()
+    if cos_sin_cache_offsets is not None:
+        offsets = cos_sin_cache_offsets.cpu().flatten().long()
+        valid = (places >= 0) & (places < count) & (offsets >= 0) & (offsets < count)
+        places = torch.where(valid, places + offsets, -1)
+        rows = places.to(rows.device)
+    for i in ((places < 0) | (places >= count)).nonzero()[:1].flatten().tolist():
+        wanted = f"hold (with their offsets) rows of cos_sin_cache in [0, {count})"
+        check(False, "rotary_embedding_batched", "positions", wanted, given[i])
+    return _rotate(positions, query, key, head_size, cos_sin_cache[rows], is_neox)
+
+
+def _table(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> bool:
+    if query.dtype not in FLOATS:
+        return False
+    places = positions.cpu().flatten()
+    count = cos_sin_cache.shape[0]
+    for row in places[(places < 0) | (places >= count)][:1].tolist():
+        wanted = f"hold rows of cos_sin_cache in [0, {count})"
+        check(False, "rotary_embedding_table", "positions", wanted, row)
+    rows = cos_sin_cache[positions.long().flatten()]
+    return _rotate(positions, query, key, head_size, rows, is_neox, rope_dim_offset, inverse)
+
+
+#: Name of an op -> what runs for tensors of the device; False: as it is defined.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "reshape_and_cache": _writer("reshape_and_cache"),
+    "reshape_and_cache_flash": _writer("reshape_and_cache_flash"),
+    "rotary_embedding_and_cache": _rotary_embedding_and_cache,
+    "rotary_embedding_batched": _batched,
+    "rotary_embedding_table": _table,
+}
