@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -517,6 +518,11 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
         for place, row in zip(places, logits, strict=True):
             if _changed(place, rules):
                 _change(place, row, rules)
+    common = places[0].request.group if places else None
+    if common is not None and all(place.request.group == common for place in places):
+        # Refused if a row has NaN or infinity: then the way of unlike rows finds out which.
+        with contextlib.suppress(RuntimeError):
+            return [*_draw(places, logits, common)]
     best = torch.ops.ipex.argmax(logits)
     # The maximum is NaN if anything is.
     highest = logits.gather(-1, best.unsqueeze(-1)).flatten().tolist()
@@ -529,11 +535,19 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
             groups.setdefault(place.request.group, []).append(row)
     for group, rows in groups.items():
         part = logits if len(rows) == len(places) else logits[rows]
-        noise = [places[row].request.noise(places[row].ahead) for row in rows]
-        tokens = torch.ops.ipex.sample_token(part, torch.tensor(noise, dtype=torch.float32), *group)
-        for row, value in zip(rows, tokens.tolist(), strict=True):
+        for row, value in zip(rows, _draw([places[r] for r in rows], part, group), strict=True):
             chosen[row] = value
     return chosen
+
+
+def _draw(
+    places: Sequence[Place], logits: Tensor, group: tuple[float, int, float, float]
+) -> list[int]:
+    noise = [request.noise(ahead) for request, ahead in places]
+    found: list[int] = torch.ops.ipex.sample_token(
+        logits, torch.tensor(noise, dtype=torch.float32), *group
+    ).tolist()
+    return found
 
 
 def _changed(place: Place, rules: bool) -> bool:
