@@ -24,6 +24,7 @@ const Kernel<decltype(ipex_k_sample_above)> above_kernel(kOp, "ipex_k_sample_abo
 const Kernel<decltype(ipex_k_sample_between)> between_kernel(kOp, "ipex_k_sample_between");
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr float kWeightless = 104.0f;  // exp(-104) is 0 in float
 
 struct Options {
@@ -150,11 +151,11 @@ class Row {
   // leaves few candidates. Returns the least that is kept, or a bound of it.
   float keep_top_k() {
     const int64_t k = options_.top_k;
-    float bound = -kInfinity;
+    float bound = kLowest;  // logits of -infinity are excluded, most of them by a mask
     if (k <= blocks_) {
       std::copy(largest_, largest_ + blocks_, weights_);
       std::nth_element(weights_, weights_ + (k - 1), weights_ + blocks_, std::greater<float>());
-      bound = weights_[k - 1];
+      bound = std::max(bound, weights_[k - 1]);
     }
     found_ = collect_(x_, n_, bound, largest_, values_, indices_);
     if (found_ > k) {
@@ -183,7 +184,7 @@ class Row {
       gather(bound);
       if (weight() >= wanted) return bound;
     }
-    gather(-kInfinity);
+    gather(kLowest);
     return most_ - kWeightless * options_.temperature;
   }
 
