@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipex_llm.engine import CacheMemoryError, Engine, SamplingParams
-from ipex_llm.engine.masks import MaskThreads
-from ipex_llm.engine.request import TextStream, block_key
+from ipex_llm.engine.request import MaskThreads, TextStream, block_key
 from ipex_llm.engine.scheduler import BlockPool
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

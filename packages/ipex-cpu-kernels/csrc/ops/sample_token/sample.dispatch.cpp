@@ -113,7 +113,7 @@ IPEX_INLINE int64_t collect(const T* x, int64_t n, float least, const float* lar
   return found;
 }
 
-// The sums of the weights of those of n values that are >= each of the bounds.
+// For each bound: the sum of the weights of the values that are >= it.
 template <int kBounds>
 IPEX_INLINE void add_above(const float* values, const float* weights, int64_t n,
                            const float* bounds, float* sums) {

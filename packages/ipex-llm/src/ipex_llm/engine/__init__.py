@@ -40,7 +40,6 @@ from ipex_llm.engine.lora import (
     adapters_of_rows,
     read_adapter,
 )
-from ipex_llm.engine.masks import MaskThreads
 from ipex_llm.engine.params import (
     EngineStats,
     GenerationOutput,
@@ -55,6 +54,7 @@ from ipex_llm.engine.ranks import follow, lead
 from ipex_llm.engine.request import (
     Batch,
     BlockTables,
+    MaskThreads,
     Request,
     Run,
     TextStream,

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ipex_llm.engine.params import PoolingParams, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from ipex_llm.engine.lora import LoadedAdapter
+    from ipex_llm.engine.params import Matcher
 
 #: What tokenizers decode bytes to that are no whole character.
 _UNFINISHED = "\ufffd"
@@ -450,6 +451,54 @@ class BlockTables:
             complete=complete,
             scored=scored,
         )
+
+
+# -- Threads that find the tokens that grammars allow, while the model runs -----------------------------------------
+
+
+class _Task(NamedTuple):
+    done: Future[None]
+    matcher: Matcher
+    drafts: tuple[int, ...]
+
+
+class MaskThreads:
+    """Runs `Matcher.fill`, for one matcher beside a slow one.
+
+    To wake a thread takes the caller longer than a mask takes. So the tasks of a step wake one thread, which wakes the
+    next while there is more to do.
+
+    Args:
+        count: Number of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._pool = ThreadPoolExecutor(count, "ipex-llm-masks")
+        self._tasks: deque[_Task] = deque()
+
+    def fill(self, wanted: Sequence[tuple[Matcher, Sequence[int]]]) -> list[Future[None]]:
+        """Begin with matchers, each with the drafts that it is asked for; return what tells that each is done."""
+        tasks = [_Task(Future(), matcher, tuple(drafts)) for matcher, drafts in wanted]
+        self._tasks += tasks
+        if tasks:
+            self._pool.submit(_work, self._tasks, self._pool)
+        return [task.done for task in tasks]
+
+
+def _work(tasks: deque[_Task], pool: ThreadPoolExecutor) -> None:
+    if len(tasks) > 1:
+        pool.submit(_work, tasks, pool)
+    while True:
+        try:
+            done, matcher, drafts = tasks.popleft()
+        except IndexError:
+            return
+        try:
+            matcher.fill(drafts)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
 
 # -- The next token of each request from its row of logits ------------------------------------------------------------
