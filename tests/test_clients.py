@@ -219,6 +219,51 @@ def test_lm_eval(live: Live, tmp_path: Path) -> None:
         assert greedy == bool((best == ids[0, start:]).all())
 
 
+@pytest.mark.filterwarnings("ignore")  # of the data sets library
+def test_lm_eval_task(live: Live, tmp_path: Path) -> None:
+    """A task of files that lie here: choices by their log probabilities, and a text until a stop string."""
+    library = pytest.importorskip("lm_eval")
+    rows = [
+        {"question": "One, two,", "choices": ["three", "blue"], "answer": 0},
+        {"question": "The sea is", "choices": ["wide", "seven"], "answer": 1},
+    ]
+    data = tmp_path / "test.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    choice = common | {
+        "task": "local_choice",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}],
+    }
+    text = common | {
+        "task": "local_text",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 6},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    options = {"base_url": f"{live.url}/completions", "model": "tiny"}
+    options |= {"tokenizer": str(live.folder), "max_length": 256, "num_concurrent": 2}
+    found = library.simple_evaluate(
+        model="local-completions",
+        model_args=options,
+        tasks=[choice, text],
+        bootstrap_iters=0,
+    )
+    assert {0.0, 0.5, 1.0} >= {found["results"]["local_choice"]["acc,none"]}
+    answers = [sample["filtered_resps"] for sample in found["samples"]["local_text"]]
+    assert len(answers) == 2 and all(isinstance(answer[0], str) for answer in answers)
+    values = [v[0] for s in found["samples"]["local_choice"] for v in s["filtered_resps"]]
+    assert len(values) == 4 and all(value < 0 for value in values)
+
+
 def test_guidellm(live: Live, tmp_path: Path) -> None:
     pytest.importorskip("guidellm")
     report = tmp_path / "report.json"

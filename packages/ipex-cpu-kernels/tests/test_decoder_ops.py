@@ -138,7 +138,14 @@ def test_any_limits(seed, columns, top_k, top_p, min_p, scale):
 def test_whole_vocabulary(dtype, level):
     logits = (torch.randn(3, 128256, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
     noise = torch.tensor([0.0, 0.37, 0.999])
-    for limits in ((1.0,), (0.7, 50), (0.7, 0, 0.9), (0.7, 300, 0.9, 0.01), (0.7, 5000)):
+    for limits in (
+        (1.0,),
+        (0.7, 50),
+        (0.7, 0, 0.9),
+        (3, 0, 0.95),
+        (0.7, 300, 0.9, 0.01),
+        (0.7, 5000),
+    ):
         got = ops.sample_token(logits, noise, *limits)
         low, high = (
             specs()["sample_token"].reference(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipex_llm.engine import CacheMemoryError, Engine, SamplingParams
-from ipex_llm.engine.request import TextStream, block_key
+from ipex_llm.engine.request import MaskThreads, TextStream, block_key
 from ipex_llm.engine.scheduler import BlockPool
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -305,6 +305,19 @@ class Allows:
     def accept(self, token):
         self.accepted.append(token)
         self.done = len(self.accepted) == 4
+
+
+def test_threads_of_masks_go_on_beside_a_slow_grammar():
+    go = threading.Event()
+    slow, *others = MaskThreads(2).fill([(Allows(1, go), ()), *[(Allows(2), ())] * 5])
+    for done in others:
+        done.result(30)
+    assert not slow.done()
+    go.set()
+    slow.result(30)
+    (wrong,) = MaskThreads(1).fill([(None, ())])
+    with pytest.raises(AttributeError, match="fill"):
+        wrong.result(30)
 
 
 def test_a_grammar_that_takes_long_stops_no_other():

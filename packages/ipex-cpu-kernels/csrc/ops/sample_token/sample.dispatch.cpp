@@ -52,46 +52,80 @@ IPEX_INLINE void blocks(const T* x, int64_t n, float inverse_temperature, float*
   }
 }
 
-IPEX_INLINE Mask ge(f32v a, f32v b) {
+// A bit for each of the first n lanes that is >= low; no lane is NaN.
+IPEX_INLINE uint32_t at_least(f32v v, f32v low, int64_t n) {
+  const Mask below = lt(v, low);
 #if IPEX_HAVE_AVX512
-  return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ);
+  const uint32_t bits = below;
+#elif IPEX_HAVE_AVX2
+  const uint32_t bits = static_cast<uint32_t>(_mm256_movemask_ps(as_float(below)));
 #else
-  return a >= b;
+  const uint32_t bits = static_cast<uint32_t>(_mm_movemask_ps(as_float(below)));
+#endif
+  return ~bits & ((1u << n) - 1);
+}
+
+// Stores the lanes that have a bit, and others behind them.
+IPEX_INLINE void put(f32v v, uint32_t bits, float* to) {
+#if IPEX_HAVE_AVX512
+  storeu(to, _mm512_maskz_compress_ps(static_cast<Mask>(bits), v));
+#else
+  // Every lane is stored and only the place differs: a branch per lane would be mispredicted.
+  float lane[kLanes];
+  storeu(lane, v);
+  for (int64_t k = 0; k < kLanes; ++k) {
+    *to = lane[k];
+    to += bits >> k & 1;
+  }
+#endif
+}
+IPEX_INLINE void put_places(int64_t first, uint32_t bits, int32_t* to) {
+#if IPEX_HAVE_AVX512
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i place = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), lane);
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(static_cast<Mask>(bits), place));
+#else
+  for (int64_t k = 0; k < kLanes; ++k) {
+    *to = static_cast<int32_t>(first + k);
+    to += bits >> k & 1;
+  }
 #endif
 }
 
-// Appends the lanes of v that are >= least. Every lane is stored and only the count differs,
-// because a branch per lane would be mispredicted.
-IPEX_INLINE int64_t append(f32v v, int64_t lanes, float least, int64_t first, int64_t found,
-                           float* values, int32_t* indices) {
-  float lane[kLanes];
-  storeu(lane, v);
-  for (int64_t k = 0; k < lanes; ++k) {
-    values[found] = lane[k];
-    indices[found] = static_cast<int32_t>(first + k);
-    found += lane[k] >= least ? 1 : 0;
-  }
-  return found;
-}
-
-// There is room for one element more than there are logits, for the stores of append().
 template <typename T>
 IPEX_INLINE int64_t collect(const T* x, int64_t n, float least, const float* largest, float* values,
                             int32_t* indices) {
-  const f32v limit = set1(least);
+  const f32v low = set1(least);
   int64_t found = 0;
   for (int64_t first = 0; first < n; first += kSampleBlock) {
     if (largest[first / kSampleBlock] < least) continue;
     const int64_t end = n - first < kSampleBlock ? n : first + kSampleBlock;
-    int64_t i = first;
-    for (; i + kLanes <= end; i += kLanes) {
-      const f32v v = load(x + i);
-      if (!any(ge(v, limit))) continue;
-      found = append(v, kLanes, least, i, found, values, indices);
+    for (int64_t i = first; i < end; i += kLanes) {
+      const int64_t lanes = end - i < kLanes ? end - i : kLanes;
+      const f32v v = lanes < kLanes ? load_n(x + i, lanes) : load(x + i);
+      const uint32_t kept = at_least(v, low, lanes);
+      if (kept == 0) continue;
+      put(v, kept, values + found);
+      put_places(i, kept, indices + found);
+      found += __builtin_popcount(kept);
     }
-    if (i < end) found = append(load_n(x + i, end - i), end - i, least, i, found, values, indices);
   }
   return found;
+}
+
+// For each bound: the sum of the weights of the values that are >= it.
+template <int kBounds>
+IPEX_INLINE void add_above(const float* values, const float* weights, int64_t n,
+                           const float* bounds, float* sums) {
+  f32v sum[kBounds];
+  for (int k = 0; k < kBounds; ++k) sum[k] = zero();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const bool whole = n - i >= kLanes;
+    const f32v v = whole ? load(values + i) : load_n(values + i, n - i);
+    const f32v w = whole ? load(weights + i) : load_n(weights + i, n - i);  // else 0
+    for (int k = 0; k < kBounds; ++k) sum[k] = sum[k] + select(lt(v, set1(bounds[k])), zero(), w);
+  }
+  for (int k = 0; k < kBounds; ++k) sums[k] = reduce_add(sum[k]);
 }
 
 }  // namespace
@@ -118,4 +152,40 @@ void ipex_k_sample_weights(const float* values, int64_t n, float largest, float 
   const f32v factor = set1(inverse_temperature);
   map(values, weights, n,
       [=](f32v v) IPEX_LAMBDA { return exp_nonpositive((v - shift) * factor); });
+}
+
+void ipex_k_sample_sums(const float* values, const float* weights, int64_t n, float least,
+                        float* sums) {
+  using namespace ipex;
+  for (int64_t i = 0; i < n; i += kSampleBlock)
+    add_above<1>(values + i, weights + i, n - i < kSampleBlock ? n - i : kSampleBlock, &least,
+                 sums + i / kSampleBlock);
+}
+
+void ipex_k_sample_above(const float* values, const float* weights, int64_t n, const float* bounds,
+                         double* above) {
+  using namespace ipex;
+  for (int k = 0; k < kSampleBounds; ++k) above[k] = 0.0;
+  for (int64_t i = 0; i < n; i += kSampleBlock) {
+    float sums[kSampleBounds];
+    add_above<kSampleBounds>(values + i, weights + i, n - i < kSampleBlock ? n - i : kSampleBlock,
+                             bounds, sums);
+    for (int k = 0; k < kSampleBounds; ++k) above[k] += sums[k];
+  }
+}
+
+int64_t ipex_k_sample_between(const float* values, const float* weights, int64_t n, float low,
+                              float high, float* kept_values, float* kept_weights) {
+  using namespace ipex;
+  int64_t found = 0;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t lanes = n - i < kLanes ? n - i : kLanes;
+    const f32v v = lanes < kLanes ? load_n(values + i, lanes) : load(values + i);
+    const f32v w = lanes < kLanes ? load_n(weights + i, lanes) : load(weights + i);
+    const uint32_t kept = at_least(v, set1(low), lanes) & ~at_least(v, set1(high), lanes);
+    put(v, kept, kept_values + found);
+    put(w, kept, kept_weights + found);
+    found += __builtin_popcount(kept);
+  }
+  return found;
 }

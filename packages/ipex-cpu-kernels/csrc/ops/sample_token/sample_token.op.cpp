@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "ipex/glue/deferred.h"
@@ -18,8 +19,13 @@ constexpr const char* kOp = "sample_token";
 const auto block_kernels = IPEX_KERNELS(kOp, sample_blocks);
 const auto collect_kernels = IPEX_KERNELS(kOp, sample_collect);
 const Kernel<decltype(ipex_k_sample_weights)> weights_kernel(kOp, "ipex_k_sample_weights");
+const Kernel<decltype(ipex_k_sample_sums)> sums_kernel(kOp, "ipex_k_sample_sums");
+const Kernel<decltype(ipex_k_sample_above)> above_kernel(kOp, "ipex_k_sample_above");
+const Kernel<decltype(ipex_k_sample_between)> between_kernel(kOp, "ipex_k_sample_between");
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr float kWeightless = 104.0f;  // exp(-104) is 0 in float
 
 struct Options {
   float temperature;
@@ -28,27 +34,27 @@ struct Options {
   double min_p;
 };
 
-struct Candidate {
-  float value, weight;
-};
-
 // The smallest value that is kept if the largest values are kept until their weight reaches
 // `wanted` > 0; equal values are kept together. -infinity if the weight of all is less. Quickselect
 // with weights: expected time n.
-float weight_threshold(Candidate* c, int64_t n, double wanted) {
+float weight_threshold(float* values, float* weights, int64_t n, double wanted) {
+  const auto swap = [&](int64_t i, int64_t j) {
+    std::swap(values[i], values[j]);
+    std::swap(weights[i], weights[j]);
+  };
   while (n > 0) {
-    const float a = c[0].value, b = c[n / 2].value, d = c[n - 1].value;
+    const float a = values[0], b = values[n / 2], d = values[n - 1];
     const float pivot = std::max(std::min(a, b), std::min(std::max(a, b), d));
     double above = 0.0, equal = 0.0;
     int64_t larger = 0, end = n;  // [0, larger) > pivot, [end, n) < pivot
     for (int64_t i = 0; i < end;) {
-      if (c[i].value > pivot) {
-        above += c[i].weight;
-        std::swap(c[i++], c[larger++]);
-      } else if (c[i].value < pivot) {
-        std::swap(c[i], c[--end]);
+      if (values[i] > pivot) {
+        above += weights[i];
+        swap(i++, larger++);
+      } else if (values[i] < pivot) {
+        swap(i, --end);
       } else {
-        equal += c[i++].weight;
+        equal += weights[i++];
       }
     }
     if (above >= wanted) {
@@ -57,7 +63,8 @@ float weight_threshold(Candidate* c, int64_t n, double wanted) {
     }
     if (above + equal >= wanted) return pivot;
     wanted -= above + equal;
-    c += end;
+    values += end;
+    weights += end;
     n -= end;
   }
   return -kInfinity;
@@ -79,16 +86,17 @@ class Row {
         collect_(collect),
         weigh_(weigh) {
     most_ = *std::max_element(largest, largest + blocks_);
-    candidates_ = reinterpret_cast<Candidate*>(scratch);
-    values_ = reinterpret_cast<float*>(candidates_ + room(n));
+    values_ = reinterpret_cast<float*>(scratch);
     weights_ = values_ + room(n);
-    indices_ = reinterpret_cast<int32_t*>(weights_ + room(n));
+    some_values_ = weights_ + room(n);
+    some_weights_ = some_values_ + room(n);
+    indices_ = reinterpret_cast<int32_t*>(some_weights_ + room(n));
   }
 
-  // One place more than logits, which the collecting kernel wants; a multiple of a cache line.
-  static int64_t room(int64_t n) { return (n + 1 + 15) / 16 * 16; }
+  // As many places as kernels want; a multiple of a cache line.
+  static int64_t room(int64_t n) { return (n + kSampleRoom + 15) / 16 * 16; }
   static int64_t scratch_bytes(int64_t n) {
-    return room(n) * static_cast<int64_t>(sizeof(Candidate) + 3 * sizeof(float));
+    return room(n) * static_cast<int64_t>(5 * sizeof(float));
   }
 
   int64_t draw(double noise) {
@@ -98,18 +106,18 @@ class Row {
     if (options_.min_p > 0.0)
       least = static_cast<float>(most_ + options_.temperature * std::log(options_.min_p));
     if (!top_k && !top_p && options_.min_p <= 0.0) return draw_from_all(noise);
+    float bound = least;  // no candidate is less
     if (top_k) {
-      keep_top_k();
+      bound = keep_top_k();
     } else if (top_p) {
-      gather_for_top_p();
+      bound = gather_for_top_p();
     } else {
       gather(least);
     }
     if (top_p) {
-      double total = top_k ? weight() : total_weight();
+      const double total = top_k ? weight() : total_weight();
       const double wanted = std::max(options_.top_p * total, 1e-300);
-      for (int64_t i = 0; i < found_; ++i) candidates_[i] = {values_[i], weights_[i]};
-      least = std::max(least, weight_threshold(candidates_, found_, wanted));
+      least = std::max(least, top_p_threshold(wanted, bound));
     }
     return draw_from_candidates(noise, std::min(least, most_));
   }
@@ -120,10 +128,14 @@ class Row {
     weigh_(values_, found_, most_, inverse_, weights_);
   }
 
+  // The sums of blocks of candidates that are >= least, in the memory of some_values_.
+  const float* sums_of_candidates(float least) const {
+    sums_kernel.get()(values_, weights_, found_, least, some_values_);
+    return some_values_;
+  }
   double weight() const {
-    double sum = 0.0;
-    for (int64_t i = 0; i < found_; ++i) sum += weights_[i];
-    return sum;
+    const float* sums = sums_of_candidates(-kInfinity);
+    return std::accumulate(sums, sums + (found_ + kSampleBlock - 1) / kSampleBlock, 0.0);
   }
 
   double block_weight(int64_t b) const {
@@ -136,14 +148,14 @@ class Row {
   }
 
   // The k-th largest of the blocks' largest logits is a lower bound of the k-th largest logit: it
-  // leaves few candidates.
-  void keep_top_k() {
+  // leaves few candidates. Returns the least that is kept, or a bound of it.
+  float keep_top_k() {
     const int64_t k = options_.top_k;
-    float bound = -kInfinity;
+    float bound = kLowest;  // logits of -infinity are excluded, most of them by a mask
     if (k <= blocks_) {
       std::copy(largest_, largest_ + blocks_, weights_);
       std::nth_element(weights_, weights_ + (k - 1), weights_ + blocks_, std::greater<float>());
-      bound = weights_[k - 1];
+      bound = std::max(bound, weights_[k - 1]);
     }
     found_ = collect_(x_, n_, bound, largest_, values_, indices_);
     if (found_ > k) {
@@ -157,32 +169,99 @@ class Row {
         kept += values_[i] >= least ? 1 : 0;
       }
       found_ = kept;
+      bound = least;
     }
     weigh_(values_, found_, most_, inverse_, weights_);
+    return bound;
   }
 
   // The weight that is wanted usually lies in a small part of the vocabulary, not far from the top.
-  void gather_for_top_p() {
+  // Returns a bound that no candidate of any weight is below.
+  float gather_for_top_p() {
     const double wanted = options_.top_p * total_weight() * (1.0 + 1e-5);
     for (const float distance : {6.0f, 12.0f, 24.0f}) {
-      gather(most_ - distance * options_.temperature);
-      if (weight() >= wanted) return;
+      const float bound = most_ - distance * options_.temperature;
+      gather(bound);
+      if (weight() >= wanted) return bound;
     }
-    gather(-kInfinity);
+    gather(kLowest);
+    return most_ - kWeightless * options_.temperature;
+  }
+
+  // weight_threshold() of the candidates >= low. The interval where it lies is cut into equal parts
+  // until few candidates are in it, which takes a fraction of the time that a selection takes.
+  float top_p_threshold(double wanted, float low) {
+    constexpr int64_t kFew = 48;
+    float high = std::nextafter(most_, kInfinity);
+    const float *values = values_, *weights = weights_;
+    int64_t n = found_;
+    for (int64_t before = 2 * n; n > kFew && n < before - before / 4 && low > -kInfinity;) {
+      float bounds[kSampleBounds];
+      double above[kSampleBounds];
+      const float step = (high - low) / (kSampleBounds + 1);
+      for (int k = 0; k < kSampleBounds; ++k) bounds[k] = high - static_cast<float>(k + 1) * step;
+      above_kernel.get()(values, weights, n, bounds, above);
+      double taken = 0.0;
+      for (int k = 0; k < kSampleBounds; ++k) {
+        if (above[k] >= wanted) {
+          low = std::max(low, bounds[k]);
+          break;
+        }
+        high = std::min(high, bounds[k]);
+        taken = above[k];
+      }
+      wanted -= taken;
+      before = n;
+      n = between_kernel.get()(values, weights, n, low, high, some_values_, some_weights_);
+      values = some_values_;
+      weights = some_weights_;
+    }
+    if (values != some_values_) {
+      std::copy(values, values + n, some_values_);
+      std::copy(weights, weights + n, some_weights_);
+    }
+    return std::max(low, weight_threshold(some_values_, some_weights_, n, wanted));
   }
 
   int64_t draw_from_candidates(double noise, float least) {
-    double total = 0.0;
-    for (int64_t i = 0; i < found_; ++i)
-      if (values_[i] >= least) total += weights_[i];
-    return pick(noise * total, least);
+    int64_t first = 0, end = found_;
+    double target = 0.0;
+    if (found_ <= kSampleBlock) {
+      double total = 0.0;
+      for (int64_t i = 0; i < found_; ++i)
+        if (values_[i] >= least) total += weights_[i];
+      target = noise * total;
+    } else {
+      const int64_t blocks = (found_ + kSampleBlock - 1) / kSampleBlock;
+      const float* sums = sums_of_candidates(least);
+      target = noise * std::accumulate(sums, sums + blocks, 0.0);
+      first = choose_block(target, blocks, [&](int64_t b) { return sums[b]; }) * kSampleBlock;
+      end = std::min(found_, first + kSampleBlock);
+    }
+    return pick(target, least, first, end);
   }
 
-  // The first candidate at which the sum of the weights exceeds `target`.
-  int64_t pick(double target, float least) const {
+  // The first block at which the sum of the weights exceeds `target`, which becomes what is left.
+  template <class Weight>
+  static int64_t choose_block(double& target, int64_t blocks, const Weight& weight_of) {
+    int64_t chosen = 0;
+    double left = target;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const double weight = weight_of(b);
+      if (weight == 0.0) continue;
+      chosen = b;
+      target = left;
+      if (weight > left) break;
+      left -= weight;
+    }
+    return chosen;
+  }
+
+  // The first of the candidates [first, end) at which the sum of the weights exceeds `target`.
+  int64_t pick(double target, float least, int64_t first, int64_t end) const {
     double sum = 0.0;
     int64_t last = 0;
-    for (int64_t i = 0; i < found_; ++i) {
+    for (int64_t i = first; i < end; ++i) {
       if (!(values_[i] >= least) || weights_[i] == 0.0f) continue;
       last = indices_[i];
       sum += weights_[i];
@@ -194,19 +273,13 @@ class Row {
   // Without limits: the block first, then the element in it.
   int64_t draw_from_all(double noise) {
     double target = noise * total_weight();
-    int64_t chosen = 0;
-    for (int64_t b = 0; b < blocks_; ++b) {
-      const double weight = block_weight(b);
-      if (weight == 0.0) continue;
-      chosen = b;
-      if (weight > target) break;
-      target -= weight;
-    }
+    const int64_t chosen =
+        choose_block(target, blocks_, [&](int64_t b) { return block_weight(b); });
     const int64_t first = chosen * kSampleBlock;
     found_ = collect_(x_ + first, std::min(kSampleBlock, n_ - first), -kInfinity, largest_ + chosen,
                       values_, indices_);
     weigh_(values_, found_, most_, inverse_, weights_);
-    return first + pick(target, -kInfinity);
+    return first + pick(target, -kInfinity, 0, found_);
   }
 
   const T* x_;
@@ -218,8 +291,7 @@ class Row {
   Collect* collect_;
   decltype(ipex_k_sample_weights)* weigh_;
   int64_t found_ = 0;
-  Candidate* candidates_;
-  float *values_, *weights_;
+  float *values_, *weights_, *some_values_, *some_weights_;
   int32_t* indices_;
 };
 

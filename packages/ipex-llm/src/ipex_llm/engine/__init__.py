@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from ipex_llm.engine.ranks import follow, lead
 from ipex_llm.engine.request import (
     Batch,
     BlockTables,
+    MaskThreads,
     Request,
     Run,
     TextStream,
@@ -220,7 +221,8 @@ class Engine:
         self._ended: list[StepOutput] = []
         self._ids = itertools.count()
         #: Finds the tokens that grammars allow, beside the model.
-        self._masks = ThreadPoolExecutor(2, "ipex-llm-masks")
+        self._masks = MaskThreads(2)
+        self._unmasked: list[Request] = []
         self._counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "failed", "prompt", "cached", "generated"), 0
         )
@@ -515,13 +517,14 @@ class Engine:
             self._proposer.propose(wanted)
 
     def _ready(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Begin to find the tokens that grammars allow; leave out requests whose grammar has been late before."""
+        """Note whose grammars are to be asked; leave out requests whose grammar is late still."""
         found = []
         waiting = []
+        self._unmasked = []
         for request, count in chosen:
             if request.matcher is not None and count == request.missing:
                 if request.mask is None:
-                    request.mask = self._masks.submit(request.matcher.fill, tuple(request.drafts))
+                    self._unmasked.append(request)
                 elif not request.mask.done():
                     waiting.append(request.mask)
                     continue
@@ -530,6 +533,13 @@ class Engine:
             wait(waiting, timeout=_PATIENCE, return_when=FIRST_COMPLETED)
         return found
 
+    def _begin_masks(self) -> None:
+        """Begin to find the tokens that grammars allow: just before the model, which lets other threads run."""
+        wanted = [(r.matcher, r.drafts) for r in self._unmasked if r.matcher is not None]
+        for request, mask in zip(self._unmasked, self._masks.fill(wanted), strict=True):
+            request.mask = mask
+        self._unmasked = []
+
     @staticmethod
     def _late(chosen: list[tuple[Request, int]], elapsed: float) -> set[str]:
         """Return the requests whose grammar takes longer than the others may wait, which is as long as the model."""
@@ -537,7 +547,8 @@ class Engine:
         if not masks:
             return set()
         others = any(request.id not in masks for request, _ in chosen)
-        wait(masks.values(), timeout=max(elapsed, _PATIENCE / 10) if others else _PATIENCE)
+        if not all(mask.done() for mask in masks.values()):
+            wait(masks.values(), timeout=max(elapsed, _PATIENCE / 10) if others else _PATIENCE)
         for mask in masks.values():
             if mask.done():
                 mask.result()  # raises what went wrong in it
@@ -582,6 +593,7 @@ class Engine:
         adapters = adapters_of_rows(numbers, batch.starts)
         if adapters is not None:
             options["adapters"] = adapters
+        self._begin_masks()
         result = self.runner.forward(
             self._cache,
             batch.tokens,

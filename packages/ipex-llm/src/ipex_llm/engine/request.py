@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +13,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ipex_llm.engine.params import PoolingParams, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from ipex_llm.engine.lora import LoadedAdapter
+    from ipex_llm.engine.params import Matcher
 
 #: What tokenizers decode bytes to that are no whole character.
 _UNFINISHED = "\ufffd"
@@ -451,6 +453,54 @@ class BlockTables:
         )
 
 
+# -- Threads that find the tokens that grammars allow, while the model runs -----------------------------------------
+
+
+class _Task(NamedTuple):
+    done: Future[None]
+    matcher: Matcher
+    drafts: tuple[int, ...]
+
+
+class MaskThreads:
+    """Runs `Matcher.fill`, for one matcher beside a slow one.
+
+    To wake a thread takes the caller longer than a mask takes. So the tasks of a step wake one thread, which wakes the
+    next while there is more to do.
+
+    Args:
+        count: Number of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._pool = ThreadPoolExecutor(count, "ipex-llm-masks")
+        self._tasks: deque[_Task] = deque()
+
+    def fill(self, wanted: Sequence[tuple[Matcher, Sequence[int]]]) -> list[Future[None]]:
+        """Begin with matchers, each with the drafts that it is asked for; return what tells that each is done."""
+        tasks = [_Task(Future(), matcher, tuple(drafts)) for matcher, drafts in wanted]
+        self._tasks += tasks
+        if tasks:
+            self._pool.submit(_work, self._tasks, self._pool)
+        return [task.done for task in tasks]
+
+
+def _work(tasks: deque[_Task], pool: ThreadPoolExecutor) -> None:
+    if len(tasks) > 1:
+        pool.submit(_work, tasks, pool)
+    while True:
+        try:
+            done, matcher, drafts = tasks.popleft()
+        except IndexError:
+            return
+        try:
+            matcher.fill(drafts)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+
 # -- The next token of each request from its row of logits ------------------------------------------------------------
 
 
@@ -517,6 +567,11 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
         for place, row in zip(places, logits, strict=True):
             if _changed(place, rules):
                 _change(place, row, rules)
+    common = places[0].request.group if places else None
+    if common is not None and all(place.request.group == common for place in places):
+        # Refused if a row has NaN or infinity: then the way of unlike rows finds out which.
+        with contextlib.suppress(RuntimeError):
+            return [*_draw(places, logits, common)]
     best = torch.ops.ipex.argmax(logits)
     # The maximum is NaN if anything is.
     highest = logits.gather(-1, best.unsqueeze(-1)).flatten().tolist()
@@ -529,11 +584,19 @@ def choose(places: Sequence[Place], logits: Tensor, rules: bool = True) -> list[
             groups.setdefault(place.request.group, []).append(row)
     for group, rows in groups.items():
         part = logits if len(rows) == len(places) else logits[rows]
-        noise = [places[row].request.noise(places[row].ahead) for row in rows]
-        tokens = torch.ops.ipex.sample_token(part, torch.tensor(noise, dtype=torch.float32), *group)
-        for row, value in zip(rows, tokens.tolist(), strict=True):
+        for row, value in zip(rows, _draw([places[r] for r in rows], part, group), strict=True):
             chosen[row] = value
     return chosen
+
+
+def _draw(
+    places: Sequence[Place], logits: Tensor, group: tuple[float, int, float, float]
+) -> list[int]:
+    noise = [request.noise(ahead) for request, ahead in places]
+    found: list[int] = torch.ops.ipex.sample_token(
+        logits, torch.tensor(noise, dtype=torch.float32), *group
+    ).tolist()
+    return found
 
 
 def _changed(place: Place, rules: bool) -> bool:
