@@ -204,6 +204,8 @@ class ScanPlan(ConvPlan):
     heads: int
     head_dim: int
     state_dim: int
+    #: Steps of several tokens at once are kept within these; a single new token of a text is not (as in the models).
+    limits: tuple[float, float] | None = None
     # rows of `input`: gate, x, B, C, dt
 
 
@@ -262,6 +264,7 @@ class LayerPlan:
 
     Sequential: ``h += post_attention?(attention(input_norm(h)))``, then ``h += post_mlp?(mlp(mlp_norm(h)))``.
     Parallel: both read ``h`` as it came in, through one norm or two, and both are added.
+    A layer with one block has no `mlp`, or no `attention` (Mamba-2, Nemotron-H).
 
     A decoder whose layers end in a norm of the sum (OPT 350m) is the same chain cut elsewhere, and is given so: with
     `residual_after_norm`, no `input_norm` in the first layer, the last norm of each layer as the next one's
@@ -269,8 +272,8 @@ class LayerPlan:
     """
 
     module: nn.Module
-    attention: AttentionPlan | MixerPlan
-    mlp: MlpPlan | ExpertsPlan
+    attention: AttentionPlan | MixerPlan | None
+    mlp: MlpPlan | ExpertsPlan | None
     input_norm: NormPlan | None
     mlp_norm: NormPlan | None  # parallel and None: the mlp reads what input_norm gives
     post_attention_norm: NormPlan | None = None  # sandwich, or OLMo 2's norm after the block
@@ -315,7 +318,7 @@ class DecoderPlan:
     @property
     def has_states(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
-        return len(self.attentions) < len(self.layers)
+        return any(isinstance(p.attention, MixerPlan) for p in self.layers)
 
     def linear_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules of all linear layers of the plan."""

@@ -181,7 +181,7 @@ class PagedCache:
     """Keys and values of all layers in blocks of rows; of layers with a state, a row for each sequence.
 
     Args:
-        layers: Shape of each layer.
+        layers: Shape of each layer; None: it stores nothing.
         num_blocks: Number of blocks; all layers have as many.
         block_size: Rows (tokens) of a block.
         dtype: dtype of the elements.
@@ -196,7 +196,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layers: Sequence[LayerShape | StateShape],
+        layers: Sequence[LayerShape | StateShape | None],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -259,7 +259,7 @@ class PagedCache:
 
     def _list_tensors(self) -> None:
         self._of = [
-            self._states[index] if index in self._states else self._rows[index]
+            self._states[index] if index in self._states else self._rows.get(index, [])
             for index in range(len(self.layers))
         ]
         self.tensors = [one for tensors in self._of for one in tensors]
@@ -273,7 +273,7 @@ class PagedCache:
         ):  # neighbors of one shape share an allocation: one copy moves a block
             shape = self.layers[start]
             end = start
-            if isinstance(shape, StateShape):
+            if not isinstance(shape, LayerShape):
                 start += 1
                 continue
             while end < len(self.layers) and self.layers[end] == shape:
@@ -296,7 +296,7 @@ class PagedCache:
 
     @staticmethod
     def bytes(
-        layers: Sequence[LayerShape | StateShape],
+        layers: Sequence[LayerShape | StateShape | None],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,

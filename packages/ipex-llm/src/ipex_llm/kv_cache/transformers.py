@@ -17,6 +17,7 @@ import torch
 from ipex_core.module_swap.base import set_class
 from ipex_llm.kv_cache import (
     CacheMemoryError,
+    LayerShape,
     PagedCache,
     Sequences,
     StateShape,
@@ -155,9 +156,10 @@ class CacheState:
         """Return keys and values ``[B, kv_heads, length, head_dim]``, zeros at padding."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         shape = self.cache.layers[layer]
-        if isinstance(shape, StateShape):
+        if not isinstance(shape, LayerShape):
+            what = "which stores nothing" if shape is None else "which keeps a state"
             raise NotImplementedError(
-                f"IpexCache: layer must have keys and values, got layer {layer}, which keeps a state"
+                f"IpexCache: layer must have keys and values, got layer {layer}, {what}"
             )
         for i, (blocks, length) in enumerate(
             zip(self.sequences.blocks, self.sequences.lengths, strict=True)
@@ -295,6 +297,13 @@ def cache_class() -> Any:
     return IpexCache
 
 
+def is_filled(cache: Any) -> bool:
+    """Return whether a cache of transformers has tokens."""
+    if state_of_cache(cache) is None and getattr(cache, "layers", None) and all(getattr(cache, "is_linear", [False])):
+        return bool(cache.has_previous_state())  # such caches count no tokens
+    return bool(cache.get_seq_length() > 0)
+
+
 def give_up(cache: Any, config: Any) -> bool:
     """Turn an `IpexCache` into the cache that transformers makes for a configuration, with the same contents.
 
@@ -315,6 +324,8 @@ def give_up(cache: Any, config: Any) -> bool:
     rows = torch.tensor(state.sequences.states)
     begun = torch.tensor([length > 0 for length in state.sequences.lengths])
     for index, shape in enumerate(state.cache.layers):
+        if shape is None:
+            continue
         if not isinstance(shape, StateShape):
             keys, values = state.padded(index)
             cache.update(keys.to(state.dtype), values.to(state.dtype), index)
@@ -358,7 +369,7 @@ def adopt(
         return cache, f"past_key_values is a {type(cache).__name__}"
     elif getattr(cache, "offloading", False):
         return cache, "past_key_values is offloaded"
-    elif cache.get_seq_length() > 0:
+    elif is_filled(cache):
         return cache, "past_key_values was filled by another model or before optimize"
     set_class(cache, kind)
     cache.layers = []

@@ -13,7 +13,7 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
-from ipex_llm.arch import AttentionPlan, DecoderPlan, MixerPlan, RopePlan
+from ipex_llm.arch import AttentionPlan, DecoderPlan, MixerPlan, RopePlan, ScanPlan
 from ipex_llm.arch.reference import query_factors
 from ipex_llm.kv_cache import LayerShape, PagedCache, StateShape, Step, cache_dtype
 from ipex_llm.model_runner.dense import (
@@ -95,6 +95,11 @@ class Runner:
         except BaseException:
             self.store.undo()
             raise
+        #: The first token of a text has limited steps, also alone; those behind it do not.
+        self._limited = any(
+            isinstance(layer.attention, ScanPlan) and layer.attention.limits is not None
+            for layer in plan.layers
+        )
         self.shapes = tuple(_shape(layer.attention, dtype) for layer in plan.layers)
         plans = {repr(a.rope): a.rope for a in plan.attentions if a.rope is not None}
         ropes = {} if ropes is None else ropes
@@ -284,12 +289,13 @@ class Runner:
         Returns:
             Logits of ``rows`` (None: the last of each sequence), or without ``logits`` all rows after the last norm.
         """
-        mode: Mode = "decode" if step.singles else "prefill"
+        singles = step.singles and not (self._limited and bool((step.lengths == 1).any()))
+        mode: Mode = "decode" if singles else "prefill"
         own = None if cache.dtype == self.dtype else cache.dtype
         lora = None if adapters is None else self._lora
         program = self._program(mode, logits, own, states is not None, lora)
         inputs: list[Any] = [hidden, positions, step.slots, step.tables]
-        if step.singles:
+        if singles:
             inputs.append(step.lengths)
         else:
             key_starts = torch.zeros(step.lengths.shape[0] + 1, dtype=torch.int32)
@@ -309,7 +315,7 @@ class Runner:
         if self.plan.has_states:
             inputs += [step.starts, step.lengths, step.states]
         inputs += [cache.block_size, step.longest]
-        if not step.singles:
+        if not singles:
             inputs.append(step.most)
         if lora is not None:
             inputs.append(adapters)
@@ -319,7 +325,11 @@ class Runner:
         return result
 
 
-def _shape(plan: AttentionPlan | MixerPlan, dtype: torch.dtype) -> LayerShape | StateShape:
+def _shape(
+    plan: AttentionPlan | MixerPlan | None, dtype: torch.dtype
+) -> LayerShape | StateShape | None:
+    if plan is None:
+        return None
     if not isinstance(plan, AttentionPlan):
         return state_shape(plan, dtype)
     latent = plan.latent

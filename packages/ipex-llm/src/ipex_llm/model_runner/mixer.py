@@ -14,7 +14,7 @@ import torch
 
 from ipex_core.program import Register
 from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan
-from ipex_llm.arch.reference import filter_of, per_head
+from ipex_llm.arch.reference import filter_of, per_head, step_limits
 from ipex_llm.kv_cache import StateShape
 from ipex_llm.model_runner.dense import WeightStore
 
@@ -148,6 +148,7 @@ def _scan(writer: Any, index: int, plan: ScanPlan, weights: Mixer, rows: Registe
         _heads(writer, keys, plan.groups, plan.state_dim),
         _heads(writer, queries, plan.groups, plan.state_dim),
         *(skip, bias, writer.caches[index][1], *writer.texts),
+        *(() if writer.mode == "decode" else step_limits(plan)),
     )
     result: Register = b.call("silu_mul", gate, b.call("reshape", y, [0, inner]))
     norm = plan.norm

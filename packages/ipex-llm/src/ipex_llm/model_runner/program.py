@@ -67,7 +67,7 @@ def rope_key(attention: AttentionPlan) -> str | None:
     return None if attention.rope is None else repr(attention.rope)
 
 
-def _latent(attention: AttentionPlan | MixerPlan) -> LatentPlan | None:
+def _latent(attention: AttentionPlan | MixerPlan | None) -> LatentPlan | None:
     return attention.latent if isinstance(attention, AttentionPlan) else None
 
 
@@ -75,8 +75,8 @@ def _latent(attention: AttentionPlan | MixerPlan) -> LatentPlan | None:
 class LayerWeights:
     """Packed weights of one layer."""
 
-    qkv: Linear
-    output: Linear
+    qkv: Linear | None = None
+    output: Linear | None = None
     mlp: tuple[Linear, ...] = ()
     experts: Experts | None = None
     router: Linear | None = None
@@ -116,9 +116,12 @@ class Emitter:
     def _pack(self, layer: LayerPlan) -> LayerWeights:
         store, mlp = self.store, layer.mlp
         attention = layer.attention
-        before, behind = projections(attention)
-        packed = LayerWeights(store.linear(before), store.linear(behind))
-        if not isinstance(attention, AttentionPlan):
+        packed = LayerWeights()
+        if attention is not None:
+            packed.qkv, packed.output = map(store.linear, projections(attention))
+        if attention is None:
+            pass
+        elif not isinstance(attention, AttentionPlan):
             packed.mixer = pack_mixer(store, attention)
         elif attention.latent is not None:
             packed.latent = pack_latent(store, attention)
@@ -129,7 +132,7 @@ class Emitter:
                 packed.mlp = self._mlp(mlp.shared)
             if mlp.shared_gate is not None:
                 packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
-        else:
+        elif mlp is not None:
             packed.mlp = self._mlp(mlp)
         return_free_memory()
         return packed
@@ -181,9 +184,11 @@ class Emitter:
     def linears(self) -> Iterator[PackedLinear]:
         """Yield the packed weights of the layers, but for routers and experts."""
         for layer, packed in zip(self.plan.layers, self.layers, strict=True):
-            first, last = projections(layer.attention)
-            yield PackedLinear(packed.qkv, (first,), False)
-            yield PackedLinear(packed.output, (last,), False)
+            if packed.qkv is not None and packed.output is not None:
+                assert layer.attention is not None
+                first, last = projections(layer.attention)
+                yield PackedLinear(packed.qkv, (first,), False)
+                yield PackedLinear(packed.output, (last,), False)
             latent = _latent(layer.attention)
             if packed.latent is not None and packed.latent.query is not None:
                 assert latent is not None and latent.query is not None
@@ -226,7 +231,7 @@ def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
 
 def _check(layer: LayerPlan) -> None:
     """Raise if no op computes a part of a layer."""
-    mlp: MlpPlan | ExpertsPlan | None = layer.mlp
+    mlp = layer.mlp
     if isinstance(mlp, ExpertsPlan):
         if mlp.scale_input and mlp.top_k != 1:
             raise UnsupportedPlan("the weights of several experts multiply their input")
@@ -271,7 +276,7 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             yield (linear,), False
     for layer in plan.layers:
         latent, mlp = _latent(layer.attention), layer.mlp
-        for linear in projections(layer.attention):
+        for linear in () if layer.attention is None else projections(layer.attention):
             yield (linear,), False
         if latent is not None:
             yield (LinearPlan((latent.up,)),), False
@@ -352,6 +357,8 @@ class Writer:
             tuple(b.input(f"{part} {i}") for part in parts)
             if isinstance(layer.attention, AttentionPlan)
             else tuple(b.input(f"{part} {i}") for part in state_parts(layer.attention))
+            if layer.attention is not None
+            else ()
             for i, layer in enumerate(self.plan.layers)
         ]
         #: Where texts begin in the rows, how long they are, and their rows in layers with a state.
@@ -471,18 +478,25 @@ class Writer:
         self, index: int, layer: LayerPlan, w: LayerWeights, h: Register, pending: Register | None
     ) -> tuple[Register, Register | None]:
         """Write one layer; return the stream and what is still to be added to it."""
-        x, h = self._normed(layer.input_norm, h, pending)
+        attention = layer.attention
+        first = layer.mlp_norm if attention is None else layer.input_norm
+        x, h = self._normed(first, h, pending)
         if self.states is not None:
             self.states.append(h)
+        if attention is None:
+            return self.mlp(layer, w, x, h)
         if layer.residual_after_norm:
             h = x
-        attended = self.attention(index, layer.attention, w, x)
+        attended = self.attention(index, attention, w, x)
+        assert w.output is not None
         if layer.parallel:
             y = x if layer.mlp_norm is None else self.norm(layer.mlp_norm, h)
             added, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
             h = added if rest is None else self.b.call("add", added, rest)
             return self.mlp(layer, w, y, h)
         h, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
+        if layer.mlp is None:
+            return h, rest
         y, h = self._normed(layer.mlp_norm, h, rest)
         if layer.residual_after_norm:
             h = y
@@ -519,6 +533,7 @@ class Writer:
         self, index: int, a: AttentionPlan | MixerPlan, w: LayerWeights, x: Register
     ) -> Register:
         """Write an attention, or a block with a state, but for its output projection."""
+        assert w.qkv is not None
         qkv = self.linear(w.qkv, x)
         if not isinstance(a, AttentionPlan):
             assert w.mixer is not None
@@ -533,6 +548,7 @@ class Writer:
         self, layer: LayerPlan, w: LayerWeights, x: Register, h: Register
     ) -> tuple[Register, Register | None]:
         mlp = layer.mlp
+        assert mlp is not None
         norm = layer.post_mlp_norm
         if isinstance(mlp, MlpPlan):
             inner = write_inner(self, mlp, w.mlp, x)
@@ -653,7 +669,7 @@ class Latent:
     query: Linear | None
 
 
-def check_latent(plan: AttentionPlan | MixerPlan) -> None:
+def check_latent(plan: AttentionPlan | MixerPlan | None) -> None:
     """Raise UnsupportedPlan if the projection from the latent has a bias."""
     latent = _latent(plan)
     if latent is not None and getattr(latent.up, "bias", None) is not None:

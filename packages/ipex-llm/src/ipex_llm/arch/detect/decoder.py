@@ -20,6 +20,7 @@ from ipex_llm.arch import (
     MixerPlan,
     MlpPlan,
     NormPlan,
+    projections,
 )
 from ipex_llm.arch.detect.attention import (
     find_attention,
@@ -147,6 +148,17 @@ def match_layer(
         raise trace.error(layer, f"does not run on text alone (its parts: {children})")
     module, mixer = find_attention(layer), find_mixer(layer)
     children = ", ".join(name for name, _ in layer.named_children())
+    blocks = [child for child in layer.children() if not is_norm(child)]
+    if module is None and mixer is None and len(blocks) == 1:
+        block = blocks[0]
+        mlp: MlpPlan | ExpertsPlan
+        if is_mixture(block):
+            mlp = match_experts(trace, config, block)
+            ends = trace.input(block), trace.output(block)
+        else:
+            mlp = match_mlp(trace, block)
+            ends = trace.input(mlp.up.modules[0]), trace.output(mlp.down.modules[0])
+        return _single(trace, LayerPlan(layer, None, mlp, None, None), *ends)
     if module is None and mixer is None:
         raise trace.error(layer, f"has no self attention among its parts ({children})")
     if module is not None and mixer is not None:
@@ -159,11 +171,14 @@ def match_layer(
         attention = match_latent(trace, config, decoder, module, index)
     else:
         attention = match_attention(trace, config, decoder, module, index, hint)
-    first = attention.qkv if isinstance(attention, AttentionPlan) else attention.input
-    mlp, mlp_in, mlp_out = _feed_forward(trace, config, layer)
-    norms = [m for m in layer.children() if is_norm(m) and trace.ran(m)]
+    first, last = projections(attention)
     attention_in = trace.input(first.modules[0])
-    attention_out = trace.output(attention.output.modules[0])
+    attention_out = trace.output(last.modules[0])
+    if len(blocks) == 1:
+        plan = LayerPlan(layer, attention, None, None, None)
+        return _single(trace, plan, attention_in, attention_out)
+    mlp, mlp_in, mlp_out = _feed_forward(trace, config, layer)
+    norms = _norms(trace, layer)
     flow = _Flow(
         trace, norms, trace.input(layer), trace.output(layer), attention_out, mlp_out, mlp_in
     )
@@ -194,6 +209,39 @@ def match_layer(
     if spare and found.last_norm is None:
         raise trace.error(spare[0], "is a norm at a place that is not understood")
     return found
+
+
+def _norms(trace: Trace, layer: nn.Module) -> list[nn.Module]:
+    return [m for m in layer.children() if is_norm(m) and trace.ran(m)]
+
+
+def _single(trace: Trace, plan: LayerPlan, read: Tensor, given: Tensor) -> Layer:
+    """Return the plan of a layer with one block, with the norms around it.
+
+    Args:
+        trace: The observed forward.
+        plan: The block.
+        read: What the block read.
+        given: What it gave.
+    """
+    layer = plan.module
+    norms = _norms(trace, layer)
+    flow = _Flow(trace, norms, trace.input(layer), trace.output(layer), given, given, read)
+    before, behind = flow.giving(read), flow.reading(given)
+    if not same(read, flow.h) and (before is None or not same(trace.inputs[before], flow.h)):
+        raise trace.error(layer, "has a block that reads neither the layer's input nor a norm of it")
+    scale = _factor(flow.y, flow.h, given if behind is None else trace.output(behind))
+    if scale is None or len(norms) > (before is not None) + (behind is not None):
+        raise trace.error(layer, "adds its block in a way that is not understood")
+    if plan.mlp is None:
+        plan = dataclasses.replace(
+            plan, input_norm=flow.plan(before), post_attention_norm=flow.plan(behind)
+        )
+    else:
+        plan = dataclasses.replace(
+            plan, mlp_norm=flow.plan(before), post_mlp_norm=flow.plan(behind)
+        )
+    return Layer(dataclasses.replace(plan, residual_scale=scale))
 
 
 def _parallel(flow: _Flow, plan: LayerPlan) -> Layer | None:

@@ -115,14 +115,14 @@ def _recurrences(
     groups = [g for g in dict.fromkeys(known) if g and heads % g == 0 and shared % g == 0]
     size = width // heads
     if isinstance(getattr(module, "D", None), nn.Parameter):
-        limits = getattr(module, "time_step_limit", (0.0, float("inf")))
-        if len(inner) != 1 or tuple(limits) != (0.0, float("inf")):
+        if len(inner) != 1:
             return
+        limits = _limits(module)
         for group, own in itertools.product(groups, dict.fromkeys((groups[0], 1))):
             if width % own == 0:
                 yield ScanPlan(
                     *(linear_plan(inner[0][1]), linear_plan(output), conv, module, norm, own),
-                    *(group, heads, size, shared // group),
+                    *(group, heads, size, shared // group, limits),
                 )
         return
     if norm is None:
@@ -133,6 +133,12 @@ def _recurrences(
                 *(linear, linear_plan(output), conv, module, norm),
                 *(group, heads, shared // group, size),
             )
+
+
+def _limits(module: Any) -> tuple[float, float] | None:
+    """Return the least and the largest step; None without limits."""
+    least, most = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
+    return None if (least, most) == (0.0, float("inf")) else (float(least), float(most))
 
 
 def _number(module: nn.Module, *names: str) -> float | None:

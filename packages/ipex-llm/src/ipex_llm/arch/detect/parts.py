@@ -430,7 +430,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         raise trace.error(block, "does not tell how many experts a token goes to")
     groups = _find(owners, "num_group", "n_group") or 0
     shared, shared_gate = _shared(trace, block)
-    bias = _find(owners[:3], "e_score_correction_bias")
+    bias = _find(owners[:3], "e_score_correction_bias", "expert_bias")
     alpha = _find([weights.module, config.raw], "alpha", "swiglu_alpha")
     limit = _find([weights.module, config.raw], "limit", "swiglu_limit")
     first = next(iter(weights.module.children()), weights.module)
