@@ -51,6 +51,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("Qwen3_5", _DELTA),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 2,
+            "mamba_n_groups": 2,
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": False,
+            "ssm_multipliers": [0.5, 0.7, 0.9, 1.2, 0.8],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.8,
+            "key_multiplier": 0.7,
+            "mlp_multipliers": [0.7, 0.6],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.3,
+        },
+    ),
     "lfm2_moe": (
         "Lfm2Moe",
         {
@@ -101,7 +120,7 @@ NAMES = tuple(
 def _prototype(name: str) -> nn.Module:
     kind, more = CONFIGS[name]
     text = kind + ("TextConfig" if hasattr(transformers, kind + "TextConfig") else "Config")
-    config = getattr(transformers, text)(**_BASE, **more)
+    config = getattr(transformers, text)(**{**_BASE, **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomize(getattr(transformers, kind + "ForCausalLM")(config))

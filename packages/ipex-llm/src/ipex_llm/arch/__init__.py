@@ -82,6 +82,8 @@ class LinearPlan:
     #: Order of the output rows, if it is not the one that the user of the layer expects: an index ``[out_features]``
     #: such that ``rows[order]`` are in the expected order (fused QKV that interleaves heads).
     order: Tensor | None = None
+    #: float32 ``[out_features]``: what the expected rows, with their biases, are multiplied with.
+    factors: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -280,6 +282,8 @@ class LayerPlan:
     post_mlp_norm: NormPlan | None = None
     parallel: bool = False
     residual_scale: float = 1.0  # factor on what a block adds
+    #: A block with a state that reads what `attention` reads; the sum of both is added (Falcon-H1).
+    beside: MixerPlan | None = None
     #: The residual is what the norm (of either block) gave, not what it read (Bloom's option).
     residual_after_norm: bool = False
 
@@ -318,7 +322,7 @@ class DecoderPlan:
     @property
     def has_states(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
-        return any(isinstance(p.attention, MixerPlan) for p in self.layers)
+        return any(isinstance(p.attention, MixerPlan) or p.beside for p in self.layers)
 
     def linear_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules of all linear layers of the plan."""

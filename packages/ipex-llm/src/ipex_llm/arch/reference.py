@@ -86,7 +86,13 @@ def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
     if first is not None and first.is_floating_point():
         x = x.to(first.dtype)
     y = torch.cat([module(x) for module in plan.modules], dim=-1).float()
-    return y if plan.order is None else y[..., plan.order.to(y.device)]
+    return in_order(plan, y)
+
+
+def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
+    """Return what the modules of a linear layer gave side by side as the expected rows, ``[..., out]``."""
+    y = y if plan.order is None else y[..., plan.order.to(y.device)]
+    return y if plan.factors is None else y.float() * plan.factors.to(y.device)
 
 
 def _rotate(rope: RopePlan, x: Tensor) -> Tensor:
@@ -364,6 +370,8 @@ def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any) -> Tensor:
     x = run_norm(plan.input_norm, h)
     attention = _sum(parallel, run_attention(plan.attention, x))
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
+    if plan.beside is not None:
+        attention = attention + run_attention(plan.beside, x)
     if plan.parallel:
         mlp_input = x if plan.mlp_norm is None else run_norm(plan.mlp_norm, h)
         return h + attention + _feed_forward(plan, mlp_input, parallel)

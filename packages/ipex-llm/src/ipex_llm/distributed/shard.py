@@ -167,6 +167,10 @@ def _attention(layer: LayerPlan) -> AttentionPlan:
         raise OpArgumentError(
             f"optimize: model must have attention in each layer to be divided, got a layer {what}"
         )
+    if layer.beside is not None:
+        raise OpArgumentError(
+            "optimize: model must have attention alone to be divided, got a block with a state beside it"
+        )
     if layer.mlp is None:
         raise OpArgumentError(
             "optimize: model must have an mlp in each layer to be divided, got a layer without it"

@@ -17,10 +17,8 @@ import torch
 from ipex_core.module_swap.base import set_class
 from ipex_llm.kv_cache import (
     CacheMemoryError,
-    LayerShape,
     PagedCache,
     Sequences,
-    StateShape,
     Step,
     available_memory,
     format_bytes,
@@ -156,8 +154,9 @@ class CacheState:
         """Return keys and values ``[B, kv_heads, length, head_dim]``, zeros at padding."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         shape = self.cache.layers[layer]
-        if not isinstance(shape, LayerShape):
-            what = "which stores nothing" if shape is None else "which keeps a state"
+        if shape is None:
+            state = self.cache.states[layer]
+            what = "which stores nothing" if state is None else "which keeps a state"
             raise NotImplementedError(
                 f"IpexCache: layer must have keys and values, got layer {layer}, {what}"
             )
@@ -299,7 +298,11 @@ def cache_class() -> Any:
 
 def is_filled(cache: Any) -> bool:
     """Return whether a cache of transformers has tokens."""
-    if state_of_cache(cache) is None and getattr(cache, "layers", None) and all(getattr(cache, "is_linear", [False])):
+    if (
+        state_of_cache(cache) is None
+        and getattr(cache, "layers", None)
+        and all(getattr(cache, "is_linear", [False]))
+    ):
         return bool(cache.has_previous_state())  # such caches count no tokens
     return bool(cache.get_seq_length() > 0)
 
@@ -323,14 +326,13 @@ def give_up(cache: Any, config: Any) -> bool:
         return True
     rows = torch.tensor(state.sequences.states)
     begun = torch.tensor([length > 0 for length in state.sequences.lengths])
-    for index, shape in enumerate(state.cache.layers):
-        if shape is None:
-            continue
-        if not isinstance(shape, StateShape):
+    for index, shape in enumerate(state.cache.states):
+        if state.cache.layers[index] is not None:
             keys, values = state.padded(index)
             cache.update(keys.to(state.dtype), values.to(state.dtype), index)
+        if shape is None:
             continue
-        found = [part[rows] for part in state.cache.tensors_of(index)]
+        found = [part[rows] for part in state.cache.states_of(index)]
         for part in found:
             part[~begun] = 0
         steps = found[0].transpose(1, 2)

@@ -13,9 +13,16 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
-from ipex_llm.arch import AttentionPlan, DecoderPlan, MixerPlan, RopePlan, ScanPlan
+from ipex_llm.arch import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, ScanPlan
 from ipex_llm.arch.reference import query_factors
-from ipex_llm.kv_cache import LayerShape, PagedCache, StateShape, Step, cache_dtype
+from ipex_llm.kv_cache import (
+    CacheShape,
+    LayerShape,
+    PagedCache,
+    Step,
+    cache_dtype,
+    state_bytes,
+)
 from ipex_llm.model_runner.dense import (
     Owners,
     PlannedWeight,
@@ -97,10 +104,11 @@ class Runner:
             raise
         #: The first token of a text has limited steps, also alone; those behind it do not.
         self._limited = any(
-            isinstance(layer.attention, ScanPlan) and layer.attention.limits is not None
+            isinstance(block, ScanPlan) and block.limits is not None
             for layer in plan.layers
+            for block in (layer.attention, layer.beside)
         )
-        self.shapes = tuple(_shape(layer.attention, dtype) for layer in plan.layers)
+        self.shapes = tuple(_shape(layer, dtype) for layer in plan.layers)
         plans = {repr(a.rope): a.rope for a in plan.attentions if a.rope is not None}
         ropes = {} if ropes is None else ropes
         for key in self.emitter.ropes:
@@ -184,7 +192,7 @@ class Runner:
 
     def state_bytes(self, num_states: int) -> int:
         """Return the memory that the states of so many sequences take."""
-        return num_states * sum(s.bytes for s in self.shapes if isinstance(s, StateShape))
+        return num_states * state_bytes(self.shapes)
 
     # --------------------------------------------------------------------------------------------------------- running
 
@@ -325,13 +333,17 @@ class Runner:
         return result
 
 
-def _shape(
-    plan: AttentionPlan | MixerPlan | None, dtype: torch.dtype
-) -> LayerShape | StateShape | None:
+def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
+    if layer.beside is not None:
+        assert isinstance(layer.attention, AttentionPlan)
+        return _rows_shape(layer.attention), state_shape(layer.beside, dtype)
+    plan = layer.attention
     if plan is None:
         return None
-    if not isinstance(plan, AttentionPlan):
-        return state_shape(plan, dtype)
+    return _rows_shape(plan) if isinstance(plan, AttentionPlan) else state_shape(plan, dtype)
+
+
+def _rows_shape(plan: AttentionPlan) -> LayerShape:
     latent = plan.latent
     if latent is None:
         return LayerShape(plan.kv_heads, plan.head_dim)

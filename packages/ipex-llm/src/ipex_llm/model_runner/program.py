@@ -83,6 +83,7 @@ class LayerWeights:
     shared_gate: Linear | None = None
     latent: Latent | None = None
     mixer: Mixer | None = None
+    beside: LayerWeights | None = None
 
 
 class Emitter:
@@ -125,6 +126,9 @@ class Emitter:
             packed.mixer = pack_mixer(store, attention)
         elif attention.latent is not None:
             packed.latent = pack_latent(store, attention)
+        if layer.beside is not None:
+            first, last = map(store.linear, projections(layer.beside))
+            packed.beside = LayerWeights(first, last, mixer=pack_mixer(store, layer.beside))
         if isinstance(mlp, ExpertsPlan):
             packed.router = _router(mlp, store.dtype)
             packed.experts = pack_experts(store, mlp)
@@ -146,7 +150,7 @@ class Emitter:
             return store.linear(mlp.up), down
         if mlp.gate is None:
             return store.linear(mlp.up), down
-        if mlp.activation in GATES:
+        if together(mlp):
             return store.linear(mlp.gate, mlp.up), down
         return store.linear(mlp.gate), store.linear(mlp.up), down
 
@@ -189,6 +193,11 @@ class Emitter:
                 first, last = projections(layer.attention)
                 yield PackedLinear(packed.qkv, (first,), False)
                 yield PackedLinear(packed.output, (last,), False)
+            if packed.beside is not None:
+                assert layer.beside is not None and packed.beside.qkv and packed.beside.output
+                first, last = projections(layer.beside)
+                yield PackedLinear(packed.beside.qkv, (first,), False)
+                yield PackedLinear(packed.beside.output, (last,), False)
             latent = _latent(layer.attention)
             if packed.latent is not None and packed.latent.query is not None:
                 assert latent is not None and latent.query is not None
@@ -198,7 +207,7 @@ class Emitter:
                 continue
             yield PackedLinear(packed.mlp[-1], (mlp.down,), False)
             gated = mlp.activation in GATES
-            if mlp.gate is not None and gated:
+            if mlp.gate is not None and together(mlp):
                 yield PackedLinear(packed.mlp[0], (mlp.gate, mlp.up), True)
             elif mlp.gate is not None:
                 yield PackedLinear(packed.mlp[0], (mlp.gate,), False)
@@ -278,6 +287,8 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         latent, mlp = _latent(layer.attention), layer.mlp
         for linear in () if layer.attention is None else projections(layer.attention):
             yield (linear,), False
+        for linear in () if layer.beside is None else projections(layer.beside):
+            yield (linear,), False
         if latent is not None:
             yield (LinearPlan((latent.up,)),), False
             if latent.query is not None:
@@ -289,7 +300,7 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             continue
         yield (block.down,), False
         gated = block.activation in GATES
-        if block.gate is not None and gated:
+        if block.gate is not None and together(block):
             yield (block.gate, block.up), True
         else:
             yield (block.up,), block.fused and gated
@@ -353,14 +364,16 @@ class Writer:
         }
         self.factors = {t: b.input(f"query factors {t}") for t in emitter.temperatures}
         parts = ("key", "value", "key_scales", "value_scales")[: 4 if self.scaled else 2]
-        self.caches = [
-            tuple(b.input(f"{part} {i}") for part in parts)
-            if isinstance(layer.attention, AttentionPlan)
-            else tuple(b.input(f"{part} {i}") for part in state_parts(layer.attention))
-            if layer.attention is not None
-            else ()
-            for i, layer in enumerate(self.plan.layers)
-        ]
+        self.caches: list[tuple[Register, ...]] = []
+        self.state_caches: list[tuple[Register, ...]] = []
+        for i, layer in enumerate(self.plan.layers):
+            attention, mixer = layer.attention, layer.beside
+            rows = parts if isinstance(attention, AttentionPlan) else ()
+            if attention is not None and not isinstance(attention, AttentionPlan):
+                mixer = attention
+            states_of = () if mixer is None else state_parts(mixer)
+            self.caches.append(tuple(b.input(f"{part} {i}") for part in rows))
+            self.state_caches.append(tuple(b.input(f"{part} {i}") for part in states_of))
         #: Where texts begin in the rows, how long they are, and their rows in layers with a state.
         self.texts: tuple[Register, ...] = ()
         if self.plan.has_states:
@@ -419,6 +432,25 @@ class Writer:
     # ----------------------------------------------------------------------------------------------------- small parts
 
     def linear(self, weight: Linear, x: Register, **post: Any) -> Register:
+        if weight.factors is not None:  # callers keep what comes behind the factors apart
+            assert not post
+            return self._multiplied(self._linear(weight, x), weight.factors)
+        return self._linear(weight, x, **post)
+
+    def _multiplied(self, y: Register, factors: Tensor) -> Register:
+        """Multiply rows in float32."""
+        b, dtype = self.b, self.e.store.dtype
+        result: Register
+        if bool((factors == factors[0]).all()):
+            result = b.call("mul", y, float(factors[0]))
+        elif dtype == torch.float32:
+            result = b.call("mul", y, b.constant(factors))
+        else:
+            wide = b.call("mul", b.call("cast", y, torch.float32), b.constant(factors))
+            result = b.call("cast", wide, dtype)
+        return result
+
+    def _linear(self, weight: Linear, x: Register, **post: Any) -> Register:
         site = None if self.lora is None else self.lora.site(weight)
         if site is not None:
             return write_linear(self, weight, site, x, **post)
@@ -489,6 +521,8 @@ class Writer:
             h = x
         attended = self.attention(index, attention, w, x)
         assert w.output is not None
+        if layer.beside is not None:
+            h = self._beside(index, layer.beside, w.beside, x, h)
         if layer.parallel:
             y = x if layer.mlp_norm is None else self.norm(layer.mlp_norm, h)
             added, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
@@ -512,7 +546,8 @@ class Writer:
         **post: Any,
     ) -> tuple[Register, Register | None]:
         """Write a block's last linear layer: added to the stream by it, or pending."""
-        if norm is None and layer.residual_scale == 1.0 and self.plan.parallel is None:
+        alone = norm is None and layer.residual_scale == 1.0 and last.factors is None
+        if alone and self.plan.parallel is None:
             return self.linear(last, x, residual=h, **post), None
         y = self._sum(self.linear(last, x, **post))
         return h, self._scaled(layer, norm, y)
@@ -528,6 +563,19 @@ class Writer:
         if layer.residual_scale != 1.0:
             y = self.b.call("mul", y, layer.residual_scale)
         return y
+
+    def _beside(
+        self, index: int, plan: MixerPlan, w: LayerWeights | None, x: Register, h: Register
+    ) -> Register:
+        """Write a block beside attention and add what it gives to the stream."""
+        assert w is not None and w.mixer is not None and w.qkv is not None and w.output is not None
+        inner = write_mixer(self, index, plan, w.mixer, self.linear(w.qkv, x))
+        result: Register
+        if w.output.factors is None:
+            result = self.linear(w.output, inner, residual=h)
+        else:
+            result = self.b.call("add", h, self.linear(w.output, inner))
+        return result
 
     def attention(
         self, index: int, a: AttentionPlan | MixerPlan, w: LayerWeights, x: Register
@@ -823,6 +871,11 @@ SEPARATE: Mapping[str, Callable[[ProgramBuilder, Register], Register]] = {
 }
 
 
+def together(mlp: MlpPlan) -> bool:
+    """Return whether a gate and its factor are packed as one weight, or one module has both."""
+    return mlp.activation in GATES and (mlp.gate is None or mlp.gate.factors is None)
+
+
 def check_mlp(mlp: MlpPlan) -> None:
     """Raise if no op computes the activation of a block.
 
@@ -831,6 +884,8 @@ def check_mlp(mlp: MlpPlan) -> None:
     """
     if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
         raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
+    if mlp.gate is not None and mlp.gate.factors is not None and mlp.activation != "silu":
+        raise UnsupportedPlan(f"activation {mlp.activation!r} of a gate with a factor")
     if mlp.activation not in (*EPILOGUES, "relu2", *SEPARATE):
         raise UnsupportedPlan(f"activation {mlp.activation!r}")
 
@@ -840,15 +895,17 @@ def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Re
     b, act = writer.b, mlp.activation
     if mlp.gate is None and not mlp.fused:
         return _activated(writer, act, weights[0], x)
-    if act in GATES:
+    if together(mlp):
         return writer.linear(weights[0], x, gate=act)
+    if act == "silu":
+        gate, up = (writer.linear(weight, x) for weight in weights[:2])
+        result: Register = b.call("silu_mul", gate, up)
+        return result
     if mlp.fused:
         both = writer.linear(weights[0], x)
         size = weights[0].features // 2
         gate = b.call("narrow", both, 1, 0, size)
-        result: Register = b.call(
-            "mul", SEPARATE[act](b, gate), b.call("narrow", both, 1, size, size)
-        )
+        result = b.call("mul", SEPARATE[act](b, gate), b.call("narrow", both, 1, size, size))
         return result
     return writer.linear(weights[1], x, mul=_activated(writer, act, weights[0], x))
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
-from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes
+from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes, with_factor
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
 from ipex_llm.arch.reference import attend
 
@@ -233,12 +233,19 @@ def match_attention(
         raise trace.error(
             attention, f"{qkv.shape[-1]} rows of q, k and v do not make {heads} heads"
         )
+    multiplier = getattr(attention, "key_multiplier", None)
+    projection = linear_plan(*parts)
+    if isinstance(multiplier, float) and len(parts) == 3:
+        keys = torch.ones(qkv.shape[-1])
+        keys[width : width + rest * head_dim] = multiplier
+        projection = with_factor(projection, keys)
+        qkv = qkv * keys.to(qkv)
     kinds = config.get("layer_types")
     kind = kinds[index] if kinds is not None and index < len(kinds) else None
     query_norm, key_norm, over = _norms(trace, attention, head_dim)
     sinks = getattr(attention, "sinks", None)
     base = AttentionPlan(
-        linear_plan(*parts),
+        projection,
         linear_plan(output),
         heads,
         rest,

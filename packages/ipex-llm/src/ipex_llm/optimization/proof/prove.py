@@ -86,8 +86,9 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         return ()
     if not isinstance(plan, AttentionPlan):
         norm = isinstance(plan, (DeltaPlan, ScanPlan)) and plan.norm is None
-        scan = isinstance(plan, ScanPlan)
-        groups = (plan.norm_groups > 1, plan.limits is None) if scan else False
+        groups: object = False
+        if isinstance(plan, ScanPlan):
+            groups = plan.norm_groups > 1, plan.limits is None
         order = plan.input.order is None, len(plan.input.modules)
         return type(plan), plan.conv.bias is None, norm, groups, *order
     rope = plan.rope
@@ -111,6 +112,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
     parts: list[object] = [
         kinds[index] if index < len(kinds) else (),
         *_attention_key(plan.attention),
+        *_attention_key(plan.beside),
         plan.input_norm is None,
         plan.mlp_norm is None,
         plan.post_attention_norm is None,
