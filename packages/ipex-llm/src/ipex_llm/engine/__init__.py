@@ -61,8 +61,7 @@ from ipex_llm.engine.request import (
     verify,
     whole_tokens,
 )
-from ipex_llm.engine.scheduler import BlockPool, Scheduler
-from ipex_llm.engine.snapshots import StateSnapshots
+from ipex_llm.engine.scheduler import BlockPool, Scheduler, StateSnapshots
 from ipex_llm.engine.speculation import Speculation, SpeculativeConfig, draft_runner, proposer
 from ipex_llm.kv_cache import CacheMemoryError
 
