@@ -93,6 +93,22 @@ def test_pieces_and_order(name: str) -> None:
         close(step.logits[:, 0], want[order, at])
 
 
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_bfloat16_is_as_near_as_the_stock_model(name: str) -> None:
+    model, ids = build(name), text(3, 21)
+    want = logits(model, ids)
+    half = build(name).bfloat16()
+    fast = ipex.llm.optimize(copy.deepcopy(half), dtype=torch.bfloat16)
+    assert record_of(fast).runner is not None, str(ipex.explain(fast))
+
+    def off(other: Any) -> float:
+        found = logits(other, ids).float()
+        return float((1 - torch.nn.functional.cosine_similarity(found, want, dim=-1)).median())
+
+    assert off(fast) < max(2e-3, 2 * off(half))
+
+
 @needs_models
 @torch.no_grad()
 def test_what_a_cache_cannot_do() -> None:

@@ -139,6 +139,12 @@ def _factor(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
     return 1.0 if abs(scale - 1.0) < close else scale
 
 
+def _plain_sum(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
+    """Return 1 if ``total = residual + added``, or None."""
+    off = distance(residual.double() + added.double(), total.double())
+    return 1.0 if off <= tolerance(total) else None
+
+
 def match_layer(
     trace: Trace,
     config: Config,
@@ -314,9 +320,10 @@ def _sequential(flow: _Flow, plan: LayerPlan) -> Layer | None:
     norm = flow.mlp_norm
     middle = flow.mlp_in if norm is None else flow.trace.input(norm)
     plan = dataclasses.replace(plan, mlp_norm=flow.plan(norm))
-    scale = _factor(middle, flow.h, flow.attention)
+    fit = _factor if plan.beside is None else _plain_sum
+    scale = fit(middle, flow.h, flow.attention)
     if scale is not None:
-        last = _factor(flow.y, middle, flow.mlp)
+        last = fit(flow.y, middle, flow.mlp)
         if last is not None and abs(last - scale) < 1e-2:
             return Layer(dataclasses.replace(plan, residual_scale=scale))
     # The residual is what the norm gave.
