@@ -33,6 +33,8 @@ _DELTA = {
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 64}
+_MAMBA_2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "expand": 2}
 _KINDS = {"layers_block_type": ["mamba", "attention", "mamba", "mamba"]}
 
 #: Name -> class and what its configuration has besides.
@@ -49,6 +51,45 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("Qwen3_5", _DELTA),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            "num_hidden_layers": 2,
+            "mamba_n_groups": 2,
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": False,
+            "ssm_multipliers": [0.5, 0.7, 0.9, 1.2, 0.8],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.8,
+            "key_multiplier": 0.7,
+            "mlp_multipliers": [0.7, 0.6],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.3,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+    ),
+    "mamba2": ("Mamba2", {**_MAMBA_2, "n_groups": 2}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "n_groups": 2,
+            "head_dim": 16,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        },
+    ),
     "bamba": ("Bamba", {**_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [1]}),
     "granite": ("GraniteMoeHybrid", {**_MAMBA, **_EXPERTS, **_KINDS, "mamba_n_groups": 1}),
     "granite_dense": (
@@ -79,7 +120,7 @@ NAMES = tuple(
 def _prototype(name: str) -> nn.Module:
     kind, more = CONFIGS[name]
     text = kind + ("TextConfig" if hasattr(transformers, kind + "TextConfig") else "Config")
-    config = getattr(transformers, text)(**BASE, **more)
+    config = getattr(transformers, text)(**{**BASE, **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return randomize(getattr(transformers, kind + "ForCausalLM")(config))

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from families import CAUSAL, FAMILIES, OLD, POSITIONS, UNMATCHED, VOCAB, WINDOW, tokens
+import transformers
+from families import CAUSAL, FAMILIES, OLD, POSITIONS, UNMATCHED, VOCAB, WINDOW, randomize, tokens
 from torch import nn
 
+import ipex_llm
 from ipex_llm.arch import AttentionPlan, DecoderPlan, ExpertsPlan, MlpPlan
 from ipex_llm.arch.detect import MatchError, match, why_not
 from ipex_llm.arch.reference import run_plan, verify
+from ipex_llm.records import record_of
 
 #: Transformers 4 puts the window of some layers on all of them.
 WRONG = {"qwen2_window"} if OLD else set()
@@ -215,6 +219,37 @@ def test_experts() -> None:
         assert plan.activation == ("swigluoai" if name == "gpt_oss" else "silu")
     assert first("mixtral").renormalize
     assert not first("qwen2_moe").renormalize
+
+
+@pytest.mark.skipif(OLD or not hasattr(transformers, "AfmoeConfig"), reason="newer than this one")
+def test_gate_with_a_projection_of_its_own() -> None:
+    config = transformers.AfmoeConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_dense_layers=1,
+        sliding_window=WINDOW,
+        max_position_embeddings=POSITIONS,
+    )
+    torch.manual_seed(0)
+    model = randomize(transformers.AfmoeForCausalLM(config))
+    plan = match(model)
+    assert all(one.gated and len(one.qkv.modules) == 4 for one in plan.attentions)
+    mixtures = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, ExpertsPlan)]
+    assert len(mixtures) == 3 and all(one.correction_bias is not None for one in mixtures)
+    assert verify(model, plan) < 1e-4
+    fast = ipex_llm.optimize(copy.deepcopy(model), dtype=torch.float32)
+    assert record_of(fast.model).runner is not None
+    ids = torch.randint(3, VOCAB, (2, 21), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(fast.generate(ids, **options), model.generate(ids, **options))
 
 
 def test_head() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -13,6 +14,7 @@ from families import VOCAB
 from recurrent_models import NAMES, build
 
 import ipex
+from ipex_llm.arch import ScanPlan
 from ipex_llm.arch.detect import MatchError, match
 from ipex_llm.arch.reference import verify
 from ipex_llm.kv_cache import PagedCache, Sequences, StateShape
@@ -51,7 +53,8 @@ def test_structure(name: str) -> None:
     model = build(name)
     plan = match(model)
     kinds = [type(layer.attention).__name__ for layer in plan.layers]
-    assert kinds.count("AttentionPlan") == 1 and plan.has_states and len(plan.attentions) == 1
+    attentions = {"mamba2": 0, "falcon_h1": 2}.get(name, 1)
+    assert kinds.count("AttentionPlan") == len(plan.attentions) == attentions and plan.has_states
     assert verify(model, plan) < 1e-4
 
 
@@ -88,6 +91,22 @@ def test_pieces_and_order(name: str) -> None:
         one = torch.tensor([[at]])
         step = fast(input_ids=ids[order, at : at + 1], cache=cache, position_ids=one)
         close(step.logits[:, 0], want[order, at])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_bfloat16_is_as_near_as_the_stock_model(name: str) -> None:
+    model, ids = build(name), text(3, 21)
+    want = logits(model, ids)
+    half = build(name).bfloat16()
+    fast = ipex.llm.optimize(copy.deepcopy(half), dtype=torch.bfloat16)
+    assert record_of(fast).runner is not None, str(ipex.explain(fast))
+
+    def off(other: Any) -> float:
+        found = logits(other, ids).float()
+        return float((1 - torch.nn.functional.cosine_similarity(found, want, dim=-1)).median())
+
+    assert off(fast) < max(2e-3, 2 * off(half))
 
 
 @needs_models
@@ -127,7 +146,8 @@ def test_calls_of_the_stock_forward_go_on_with_the_same_cache(name: str) -> None
             caches = [{"cache": cache_of(one)} for one in (stock, found)]
             tokens = mask[:, start:end].bool()
             close(found.logits[tokens], stock.logits[tokens])
-        assert state_of_cache(caches[1]["cache"]) is None
+        if name != "mamba2":  # it has no attentions, and leaves the option out
+            assert state_of_cache(caches[1]["cache"]) is None
 
 
 @pytest.mark.parametrize("name", ["lfm2", "granite_dense"] if NAMES else [])
@@ -186,9 +206,35 @@ def test_weights_that_change_are_packed_again() -> None:
 
 @needs_models
 @torch.no_grad()
+def test_steps_within_limits() -> None:
+    model = build("granite_dense")
+    for layer in model.model.layers:
+        if layer.mamba is not None:
+            layer.mamba.time_step_limit = (0.5, 0.9)
+    plan = match(model)
+    first = plan.layers[0].attention
+    assert isinstance(first, ScanPlan) and first.limits == (0.5, 0.9)
+    assert verify(model, plan) < 1e-4
+    ids = text(2, 9)
+    assert not torch.allclose(logits(model, ids), logits(build("granite_dense"), ids), atol=1e-3)
+    # The stock model keeps the steps of a first call within the limits, and no single token behind it.
+    fast = ipex.llm.optimize(copy.deepcopy(model), dtype=torch.float32)
+    caches: list[Any] = [{}, {}]
+    for start, end in ((0, 1), (1, 2), (2, 8), (8, 9)):
+        given = {"input_ids": ids[:, start:end]}
+        given["position_ids"] = torch.arange(start, end).unsqueeze(0)
+        stock = model(**given, **caches[0], use_cache=True)
+        found = fast(**given, **caches[1], use_cache=True)
+        caches = [{"cache": cache_of(one)} for one in (stock, found)]
+        close(found.logits, stock.logits)
+
+
+@needs_models
+@torch.no_grad()
 def test_what_is_not_understood_is_named() -> None:
     model = build("granite_dense")
-    model.model.layers[2].mamba.time_step_limit = (0.5, 1.0)
+    mamba = model.model.layers[2].mamba
+    mamba.second_norm = copy.deepcopy(mamba.norm)
     with pytest.raises(MatchError, match=r"layers\.2\.mamba: \w+ has not the parts of"):
         match(model)
     model = build("lfm2")

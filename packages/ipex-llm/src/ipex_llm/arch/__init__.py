@@ -82,6 +82,8 @@ class LinearPlan:
     #: Order of the output rows, if it is not the one that the user of the layer expects: an index ``[out_features]``
     #: such that ``rows[order]`` are in the expected order (fused QKV that interleaves heads).
     order: Tensor | None = None
+    #: float32 ``[out_features]``: what the expected rows, with their biases, are multiplied with.
+    factors: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,6 +206,8 @@ class ScanPlan(ConvPlan):
     heads: int
     head_dim: int
     state_dim: int
+    #: Steps of several tokens at once are kept within these; a single new token of a text is not (as in the models).
+    limits: tuple[float, float] | None = None
     # rows of `input`: gate, x, B, C, dt
 
 
@@ -262,6 +266,7 @@ class LayerPlan:
 
     Sequential: ``h += post_attention?(attention(input_norm(h)))``, then ``h += post_mlp?(mlp(mlp_norm(h)))``.
     Parallel: both read ``h`` as it came in, through one norm or two, and both are added.
+    A layer with one block has no `mlp`, or no `attention` (Mamba-2, Nemotron-H).
 
     A decoder whose layers end in a norm of the sum (OPT 350m) is the same chain cut elsewhere, and is given so: with
     `residual_after_norm`, no `input_norm` in the first layer, the last norm of each layer as the next one's
@@ -269,14 +274,16 @@ class LayerPlan:
     """
 
     module: nn.Module
-    attention: AttentionPlan | MixerPlan
-    mlp: MlpPlan | ExpertsPlan
+    attention: AttentionPlan | MixerPlan | None
+    mlp: MlpPlan | ExpertsPlan | None
     input_norm: NormPlan | None
     mlp_norm: NormPlan | None  # parallel and None: the mlp reads what input_norm gives
     post_attention_norm: NormPlan | None = None  # sandwich, or OLMo 2's norm after the block
     post_mlp_norm: NormPlan | None = None
     parallel: bool = False
     residual_scale: float = 1.0  # factor on what a block adds
+    #: A block with a state that reads what `attention` reads; the sum of both is added (Falcon-H1).
+    beside: MixerPlan | None = None
     #: The residual is what the norm (of either block) gave, not what it read (Bloom's option).
     residual_after_norm: bool = False
 
@@ -315,7 +322,7 @@ class DecoderPlan:
     @property
     def has_states(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
-        return len(self.attentions) < len(self.layers)
+        return any(isinstance(p.attention, MixerPlan) or p.beside for p in self.layers)
 
     def linear_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules of all linear layers of the plan."""

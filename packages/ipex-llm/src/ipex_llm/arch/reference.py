@@ -86,7 +86,13 @@ def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
     if first is not None and first.is_floating_point():
         x = x.to(first.dtype)
     y = torch.cat([module(x) for module in plan.modules], dim=-1).float()
-    return y if plan.order is None else y[..., plan.order.to(y.device)]
+    return in_order(plan, y)
+
+
+def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
+    """Return what the modules of a linear layer gave side by side as the expected rows, ``[..., out]``."""
+    y = y if plan.order is None else y[..., plan.order.to(y.device)]
+    return y if plan.factors is None else y.float() * plan.factors.to(y.device)
 
 
 def _rotate(rope: RopePlan, x: Tensor) -> Tensor:
@@ -202,6 +208,13 @@ def per_head(module: nn.Module, name: str) -> Tensor:
     return value.detach().float().contiguous()  # type: ignore[no-any-return]
 
 
+def step_limits(plan: ScanPlan) -> tuple[float, ...]:
+    """Return the last arguments of ``ssd_scan``: the least and the largest step, nothing for a scan without limits."""
+    if plan.limits is None:
+        return ()
+    return plan.limits[0], min(plan.limits[1], torch.finfo(torch.float32).max)
+
+
 def _convolve(plan: ConvPlan, x: Tensor, activation: str, texts: tuple[Tensor, ...]) -> Tensor:
     weight, bias = filter_of(plan)
     state = x.new_zeros(1, plan.taps - 1, plan.channels)
@@ -237,7 +250,7 @@ def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
             *(t.unflatten(-1, (plan.groups, plan.state_dim)) for t in (b, c)),
             *(per_head(plan.module, "D"), per_head(plan.module, "dt_bias")),
             rows.new_zeros(1, plan.heads, plan.state_dim, plan.head_dim),
-            *texts,
+            *(*texts, *step_limits(plan)),
         )
         y = y.flatten(1) * functional.silu(gate)
         if plan.norm is None:
@@ -345,19 +358,26 @@ def _sum(parallel: Any, y: Tensor) -> Tensor:
 
 
 def _feed_forward(plan: LayerPlan, x: Tensor, parallel: Any) -> Tensor:
+    assert plan.mlp is not None
     y = run_mlp(plan.mlp, x) if isinstance(plan.mlp, MlpPlan) else run_experts(plan.mlp, x)
     y = _sum(parallel, y)
     return run_norm(plan.post_mlp_norm, y) * plan.residual_scale
 
 
 def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any) -> Tensor:
+    if plan.attention is None:
+        return h + _feed_forward(plan, run_norm(plan.mlp_norm, h), parallel)
     x = run_norm(plan.input_norm, h)
     attention = _sum(parallel, run_attention(plan.attention, x))
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
+    if plan.beside is not None:
+        attention = attention + run_attention(plan.beside, x)
     if plan.parallel:
         mlp_input = x if plan.mlp_norm is None else run_norm(plan.mlp_norm, h)
         return h + attention + _feed_forward(plan, mlp_input, parallel)
     h = (x if plan.residual_after_norm else h) + attention
+    if plan.mlp is None:
+        return h
     x = run_norm(plan.mlp_norm, h)
     return (x if plan.residual_after_norm else h) + _feed_forward(plan, x, parallel)
 

@@ -133,6 +133,8 @@ def shard_numbers(
 def inner_size(layer: LayerPlan) -> int:
     """Return the inner features of the mlp of a layer."""
     mlp = layer.mlp
+    if mlp is None:
+        return 0
     if isinstance(mlp, ExpertsPlan):
         return mlp.intermediate_size
     module: Any = mlp.down.modules[0]
@@ -161,8 +163,17 @@ def _head_edges(head: LinearPlan, parallel: TensorParallel) -> list[tuple[int, i
 
 def _attention(layer: LayerPlan) -> AttentionPlan:
     if not isinstance(layer.attention, AttentionPlan):
+        what = "without it" if layer.attention is None else "that keeps a state"
         raise OpArgumentError(
-            "optimize: model must have attention in each layer to be divided, got a layer that keeps a state"
+            f"optimize: model must have attention in each layer to be divided, got a layer {what}"
+        )
+    if layer.beside is not None:
+        raise OpArgumentError(
+            "optimize: model must have attention alone to be divided, got a block with a state beside it"
+        )
+    if layer.mlp is None:
+        raise OpArgumentError(
+            "optimize: model must have an mlp in each layer to be divided, got a layer without it"
         )
     return layer.attention
 
@@ -209,6 +220,7 @@ def _shard_layer(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[in
     part = split_heads(attention.heads, attention.kv_heads, parallel.rank, parallel.ranks)
     _set_numbers(layer.module, attention, part)
     mlp = layer.mlp
+    assert mlp is not None
     if isinstance(mlp, MlpPlan):
         cut: MlpPlan | ExpertsPlan = _shard_mlp(mlp, parallel, grains)
     else:
@@ -370,6 +382,7 @@ def wrap_outputs(model: nn.Module, plan: DecoderPlan) -> None:
             replace_child(model, module, AllReduce(module, parallel))
 
     for layer in plan.layers:
+        assert layer.attention is not None and layer.mlp is not None
         sum_of(layer.attention.output.modules[0])
         mlp: MlpPlan | None = layer.mlp if isinstance(layer.mlp, MlpPlan) else layer.mlp.shared
         if mlp is not None:

@@ -31,6 +31,7 @@ from ipex_llm.engine.limits import (
     end_tokens,
     prompt_ids,
     runner_of,
+    snapshot_rows,
 )
 from ipex_llm.engine.lora import (
     MAX_LORAS,
@@ -61,7 +62,7 @@ from ipex_llm.engine.request import (
     verify,
     whole_tokens,
 )
-from ipex_llm.engine.scheduler import BlockPool, Scheduler
+from ipex_llm.engine.scheduler import BlockPool, Scheduler, StateSnapshots
 from ipex_llm.engine.speculation import Speculation, SpeculativeConfig, draft_runner, proposer
 from ipex_llm.kv_cache import CacheMemoryError
 
@@ -113,6 +114,9 @@ class Engine:
             requests of the greatest length can use; above 0, at most 1.
         cache_dtype: Element type of the cache, the dtype of the model if None.
         prefix_reuse: Whether full blocks are shared and kept for later requests.
+        max_state_snapshots: Most prefixes whose states are kept, for a model with recurrent layers; each takes as much
+            memory as the states of a request. None: ``max_num_seqs``, or fewer in little memory; 0: none, so that no
+            prefix is reused.
         eos_token_ids: Tokens that end an output; from the model's generation config or the tokenizer if None.
         speculative_config: Guess tokens and check several in one pass, which changes no output; see
             `SpeculativeConfig`, or a mapping of its fields. None: nothing is guessed.
@@ -139,6 +143,7 @@ class Engine:
         memory_share: float = DEFAULT_MEMORY_SHARE,
         cache_dtype: torch.dtype | None = None,
         prefix_reuse: bool = True,
+        max_state_snapshots: int | None = None,
         eos_token_ids: Iterable[int] | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         max_loras: int = MAX_LORAS,
@@ -159,6 +164,8 @@ class Engine:
         ):
             if optional is not None:
                 check_positive(name, optional)
+        if max_state_snapshots:
+            check_positive("max_state_snapshots", max_state_snapshots)
         if not 0 < memory_share <= 1:
             raise ValueError(
                 f"Engine: memory_share must be above 0 and at most 1, got {memory_share}"
@@ -189,7 +196,11 @@ class Engine:
         plan = self.runner.plan
         #: Whether layers keep a state of each sequence; their rows have the numbers of the running requests.
         self._states = bool(getattr(plan, "has_states", False))
-        states = self.runner.state_bytes(max_num_seqs) if self._states else 0
+        kept = 0
+        if self._states and prefix_reuse:
+            kept = snapshot_rows(max_state_snapshots, max_num_seqs, self.runner.state_bytes(1))
+        rows = max_num_seqs + kept
+        states = self.runner.state_bytes(rows) if self._states else 0
         if self._states and speculative_config is not None:
             raise ValueError(
                 "Engine: speculative_config must be None for a model with recurrent layers, whose state cannot go"
@@ -204,15 +215,18 @@ class Engine:
         most = longest * max_num_seqs
         blocks = cache_blocks(one, num_blocks, cache_bytes, most, memory_share, states)
         if self._states:
-            self._cache = self.runner.new_cache(blocks, block_size, cache_dtype, max_num_seqs)
+            self._cache = self.runner.new_cache(blocks, block_size, cache_dtype, rows)
         else:
             self._cache = self.runner.new_cache(blocks, block_size, cache_dtype)
-        # A prefix would need the state at its end, which for one block is larger than the block.
-        self._pool = BlockPool(blocks, block_size, prefix_reuse and not self._states)
+        #: A prefix needs the state at its end, which is larger than a block: few have one.
+        self._snapshots = StateSnapshots(self._cache, max_num_seqs, kept) if kept else None
+        self._pool = BlockPool(blocks, block_size, prefix_reuse and (not self._states or kept > 0))
         budget = max(max_tokens_per_step, max_num_seqs)
         switch: int | None = getattr(self.runner, "length_switch", None)
         guesses = None if speculative is None else self._guesses
-        self._scheduler = Scheduler(self._pool, max_num_seqs, budget, switch, guesses)
+        self._scheduler = Scheduler(
+            self._pool, max_num_seqs, budget, switch, guesses, self._snapshots
+        )
         self._tables = BlockTables(max_num_seqs, min(longest, blocks), block_size)
         self._proposer = None
         if speculative is not None:
@@ -611,6 +625,8 @@ class Engine:
         """End a request that no token can be chosen for."""
         # Its keys and values may be as bad; a request with the same prompt computes them again.
         self._pool.hide(request.blocks)
+        if self._snapshots is not None:
+            self._snapshots.drop(request.keys)
         del self._requests[request.id]
         self._scheduler.remove(request)
         self._counts["failed"] += 1
@@ -793,6 +809,8 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Keep no block for later requests, as after a change of the weights."""
         self._pool.forget()
+        if self._snapshots is not None:
+            self._snapshots.clear()
 
 
 def _merged(outputs: list[StepOutput]) -> list[StepOutput]:

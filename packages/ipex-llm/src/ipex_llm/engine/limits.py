@@ -67,6 +67,20 @@ def cache_blocks(
     return num_blocks
 
 
+def snapshot_rows(wanted: int | None, most: int, size: int) -> int:
+    """Return how many states of prefixes to keep.
+
+    Args:
+        wanted: What was asked for, or None.
+        most: Otherwise at most.
+        size: Bytes of one.
+    """
+    if wanted is not None:
+        return wanted
+    free = available_memory()
+    return most if free is None else min(most, free // 8 // size)
+
+
 def prompt_ids(prompt: str | Sequence[int] | torch.Tensor, tokenizer: Any) -> list[int]:
     """Return the token ids of a prompt.
 

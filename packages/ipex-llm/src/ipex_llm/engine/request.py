@@ -204,6 +204,7 @@ class Request:
         room: Tokens that may be guessed in this step: there are places in the cache for them.
         drafts: Guessed tokens, which the model checks in this step.
         speculation: What `ipex_llm.engine.speculation` knows of the request, None without guesses.
+        snapshot: Key of the latest state of the output that is kept, of recurrent layers.
         adapter: Whose factors are added to the model's weights, None for the model as it is.
     """
 
@@ -236,6 +237,7 @@ class Request:
         self.cached_tokens = 0
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
+        self.snapshot: bytes | None = None
         self.row = -1
         self.written = 0  # blocks that are in the row of the tables
         self.preemptions = 0

@@ -8,9 +8,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ipex_llm.engine.request import Request
+from ipex_llm.kv_cache import PagedCache
 
 #: Most guessed tokens of a step: each has a row of logits, which takes memory with a large vocabulary.
 _DRAFTS = 128
+#: Blocks of a prompt for which a step of its own, up to their end, is worth a snapshot of the states.
+_WORTH = 2
+#: Blocks from one snapshot of an output to the next: a copy takes as long as reading the states in a step.
+_APART = 4
 
 
 class Scheduler:
@@ -27,6 +32,7 @@ class Scheduler:
         max_tokens: Most tokens of a step, at least ``max_num_seqs``.
         switch: Length above which a sequence is computed in another way from its first token on; None: at no length.
         guesses: Returns how many tokens to guess for a request; None: no tokens are guessed.
+        snapshots: States at the ends of blocks; None for a model without states, or without shared prefixes.
     """
 
     def __init__(
@@ -36,7 +42,9 @@ class Scheduler:
         max_tokens: int,
         switch: int | None = None,
         guesses: Callable[[Request], int] | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
+        self._snapshots = snapshots
         self._guesses = guesses
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -63,7 +71,7 @@ class Scheduler:
         while index < len(self.running):
             request = self.running[index]
             generating -= request.missing == 1
-            count = min(request.missing, budget - generating, request.most)
+            count = self._piece(request, budget - generating)
             if count > 0 and self._make_room(request, count):
                 chosen.append((request, count))
                 budget -= count
@@ -141,6 +149,9 @@ class Scheduler:
             # The last token is always computed: its logits are needed.
             keys = request.extend_keys(size, len(request.tokens) - 1)
             found = self.pool.find(() if request.whole else keys)
+            if self._snapshots is not None:
+                while found and keys[len(found) - 1] not in self._snapshots:
+                    found.pop()
             fresh = -(-len(request.tokens) // size) - len(found)
             available = self.pool.available - sum(map(self.pool.is_kept, found))
             # One block more for each that runs: a request that is preempted at once has only cost time.
@@ -156,10 +167,41 @@ class Scheduler:
             request.row = self._rows.pop()
             request.written = 0
             self.running.append(request)
-            count = min(request.missing, budget, request.most)
+            if found and self._snapshots is not None:
+                self._snapshots.restore(keys[len(found) - 1], request.row)
+            count = self._piece(request, budget)
             chosen.append((request, count))
             budget -= count
         return budget
+
+    def _piece(self, request: Request, budget: int) -> int:
+        """Return how many tokens of a request to compute now; a long prompt stops at its last full block."""
+        count = min(request.missing, budget, request.most)
+        end = self._last_end(request)
+        worth = self._snapshots is not None and end >= _WORTH * self.pool.block_size
+        if worth and request.computed < end < request.computed + count:
+            return end - request.computed
+        return count
+
+    def _last_end(self, request: Request) -> int:
+        """Return where the last full block before the last token ends."""
+        size = self.pool.block_size
+        return (len(request.tokens) - 1) // size * size
+
+    def _keep_state(self, request: Request, key: bytes) -> None:
+        """Keep the state at the end of a prompt's last full block, and the latest one of what is generated."""
+        if self._snapshots is None:
+            return
+        if not request.new_tokens:
+            if request.computed != self._last_end(request):
+                return
+        else:
+            if request.computed % (_APART * self.pool.block_size):
+                return
+            if request.snapshot is not None:
+                self._snapshots.drop([request.snapshot])
+            request.snapshot = key
+        self._snapshots.keep(key, request.row)
 
     def advance(self, request: Request, count: int) -> None:
         """Note that ``count`` more tokens are in the cache, and let others find the blocks that are full."""
@@ -171,6 +213,8 @@ class Scheduler:
         keys = request.extend_keys(size, request.computed)
         for block, key in zip(request.blocks[full : len(keys)], keys[full:], strict=True):
             self.pool.publish(block, key)
+        if request.computed % size == 0:
+            self._keep_state(request, keys[-1])
 
     def _give_back(self, request: Request) -> None:
         self.pool.give_back(request.blocks)
@@ -285,3 +329,60 @@ class BlockPool:
         self._kept.clear()
         self._key_of.clear()
         self._block_of.clear()
+
+
+# -- States of recurrent layers at the ends of blocks, by which prefixes are found again
+
+
+class StateSnapshots:
+    """States behind prefixes of texts, by the key of the block that ends the prefix.
+
+    A key stands for all tokens of the prefix, so a snapshot stays true when the block is computed again. The one that
+    was used least recently gives way to a new one.
+
+    Args:
+        cache: Has the states of requests and, behind them, rows for snapshots.
+        first: The first row for snapshots.
+        count: Number of rows for snapshots, at least 1.
+    """
+
+    def __init__(self, cache: PagedCache, first: int, count: int) -> None:
+        self._cache = cache
+        self._free = list(range(first + count - 1, first - 1, -1))
+        self._rows: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._rows
+
+    def keep(self, key: bytes, row: int) -> None:
+        """Copy the state in a row of a request; does nothing if there is one with this key."""
+        if key in self._rows:
+            self._rows.move_to_end(key)
+            return
+        if not self._free:
+            self._free.append(self._rows.popitem(last=False)[1])
+        self._rows[key] = self._free.pop()
+        self._cache.copy_states([row], [self._rows[key]])
+
+    def restore(self, key: bytes, row: int) -> None:
+        """Give a request the state behind a prefix.
+
+        Raises:
+            KeyError: No snapshot has this key.
+        """
+        self._cache.copy_states([self._rows[key]], [row])
+        self._rows.move_to_end(key)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Forget the snapshots with these keys."""
+        for key in keys:
+            row = self._rows.pop(key, None)
+            if row is not None:
+                self._free.append(row)
+
+    def clear(self) -> None:
+        """Forget all snapshots."""
+        self.drop(list(self._rows))

@@ -22,6 +22,7 @@ from ipex_core.ops.kv_cache import QUANTIZED
 
 __all__ = [
     "CACHE_DTYPES",
+    "CacheShape",
     "CacheMemoryError",
     "LayerShape",
     "PagedCache",
@@ -177,11 +178,27 @@ class StateShape:
         return size + (0 if self.state is None else 4 * math.prod(self.state))
 
 
+#: What a layer stores: rows, a state, both, or nothing.
+CacheShape = LayerShape | StateShape | tuple[LayerShape, StateShape] | None
+
+
+def _parts(shape: CacheShape) -> tuple[LayerShape | None, StateShape | None]:
+    """Return the shape of the rows that a layer stores, and of its state."""
+    parts = shape if isinstance(shape, tuple) else (shape,)
+    rows = next((one for one in parts if isinstance(one, LayerShape)), None)
+    return rows, next((one for one in parts if isinstance(one, StateShape)), None)
+
+
+def state_bytes(layers: Sequence[CacheShape]) -> int:
+    """Return the memory that layers take for the state of one sequence."""
+    return sum(state.bytes for _, state in map(_parts, layers) if state is not None)
+
+
 class PagedCache:
     """Keys and values of all layers in blocks of rows; of layers with a state, a row for each sequence.
 
     Args:
-        layers: Shape of each layer.
+        layers: Shapes of what each layer stores; None: it stores nothing.
         num_blocks: Number of blocks; all layers have as many.
         block_size: Rows (tokens) of a block.
         dtype: dtype of the elements.
@@ -190,13 +207,15 @@ class PagedCache:
         num_states: Sequences that layers with a state have room for.
 
     Attributes:
-        tensors: Keys ``[num_blocks, kv_heads, block_size, head_dim]``, values and scales of each layer, or
+        layers: Shapes of the keys and values of each layer, or None.
+        states: Shapes of the states of each layer, or None.
+        tensors: Keys ``[num_blocks, kv_heads, block_size, head_dim]``, values and scales of each layer, and
             histories ``[num_states, steps, channels]`` and states ``[num_states, heads, keys, values]``.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerShape | StateShape],
+        layers: Sequence[CacheShape],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -206,7 +225,9 @@ class PagedCache:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"PagedCache: {name} must be a positive int, got {value!r}")
-        self.layers = tuple(layers)
+        self._shapes = tuple(layers)
+        self.layers = tuple(_parts(shape)[0] for shape in layers)
+        self.states = tuple(_parts(shape)[1] for shape in layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -219,12 +240,12 @@ class PagedCache:
     @property
     def has_states(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
-        return any(isinstance(shape, StateShape) for shape in self.layers)
+        return any(shape is not None for shape in self.states)
 
     def _new_states(self, count: int) -> dict[int, list[Tensor]]:
         found = {}
-        for index, shape in enumerate(self.layers):
-            if isinstance(shape, StateShape):
+        for index, shape in enumerate(self.states):
+            if shape is not None:
                 found[index] = [torch.zeros(count, *shape.history, dtype=shape.dtype)]
                 if shape.state is not None:
                     found[index].append(torch.zeros(count, *shape.state))
@@ -234,7 +255,7 @@ class PagedCache:
         """Make room for the states of more sequences; the former ones keep their rows."""
         if count <= self.num_states or not self.has_states:
             return
-        needed = sum(s.bytes for s in self.layers if isinstance(s, StateShape)) * count
+        needed = state_bytes(self._shapes) * count
         free = available_memory()
         if free is not None and needed > free:
             raise CacheMemoryError(
@@ -259,7 +280,7 @@ class PagedCache:
 
     def _list_tensors(self) -> None:
         self._of = [
-            self._states[index] if index in self._states else self._rows[index]
+            [*self._rows.get(index, ()), *self._states.get(index, ())]
             for index in range(len(self.layers))
         ]
         self.tensors = [one for tensors in self._of for one in tensors]
@@ -273,7 +294,7 @@ class PagedCache:
         ):  # neighbors of one shape share an allocation: one copy moves a block
             shape = self.layers[start]
             end = start
-            if isinstance(shape, StateShape):
+            if shape is None:
                 start += 1
                 continue
             while end < len(self.layers) and self.layers[end] == shape:
@@ -296,7 +317,7 @@ class PagedCache:
 
     @staticmethod
     def bytes(
-        layers: Sequence[LayerShape | StateShape],
+        layers: Sequence[CacheShape],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -306,8 +327,8 @@ class PagedCache:
         more = 4 if dtype == torch.int8 and not scaled else 0
         row = sum(
             s.parts * s.kv_heads * (s.head_dim * dtype.itemsize + more)
-            for s in layers
-            if isinstance(s, LayerShape)
+            for s, _ in map(_parts, layers)
+            if s is not None
         )
         return row * num_blocks * block_size
 
@@ -316,7 +337,7 @@ class PagedCache:
         if num_blocks <= self.num_blocks:
             return
         needed = self.bytes(
-            self.layers, num_blocks, self.block_size, self.dtype, self.scales is not None
+            self._shapes, num_blocks, self.block_size, self.dtype, self.scales is not None
         )
         free = available_memory()
         if free is not None and needed > free:  # both are there while the contents move
@@ -343,6 +364,10 @@ class PagedCache:
         """Return the entries of `tensors` that belong to a layer."""
         return self._of[layer]
 
+    def states_of(self, layer: int) -> list[Tensor]:
+        """Return the entries of `tensors` that are the state of a layer."""
+        return self._states.get(layer, [])
+
     def rows(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Return the first ``length`` keys and values of some blocks as float rows ``[kv_heads, length, head_dim]``.
 
@@ -362,7 +387,7 @@ class PagedCache:
                 picked = picked.float()
             found.append(picked.transpose(0, 1).flatten(1, 2)[:, :length])
         shape = self.layers[layer]
-        latent = shape.latent if isinstance(shape, LayerShape) else 0
+        latent = 0 if shape is None else shape.latent
         if latent:
             return found[0][..., :latent], found[0][..., latent:]
         return found[0], found[1]

@@ -19,7 +19,6 @@ from ipex_llm.kv_cache import (
     CacheMemoryError,
     PagedCache,
     Sequences,
-    StateShape,
     Step,
     available_memory,
     format_bytes,
@@ -155,9 +154,11 @@ class CacheState:
         """Return keys and values ``[B, kv_heads, length, head_dim]``, zeros at padding."""
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         shape = self.cache.layers[layer]
-        if isinstance(shape, StateShape):
+        if shape is None:
+            state = self.cache.states[layer]
+            what = "which stores nothing" if state is None else "which keeps a state"
             raise NotImplementedError(
-                f"IpexCache: layer must have keys and values, got layer {layer}, which keeps a state"
+                f"IpexCache: layer must have keys and values, got layer {layer}, {what}"
             )
         for i, (blocks, length) in enumerate(
             zip(self.sequences.blocks, self.sequences.lengths, strict=True)
@@ -295,6 +296,17 @@ def cache_class() -> Any:
     return IpexCache
 
 
+def is_filled(cache: Any) -> bool:
+    """Return whether a cache of transformers has tokens."""
+    if (
+        state_of_cache(cache) is None
+        and getattr(cache, "layers", None)
+        and all(getattr(cache, "is_linear", [False]))
+    ):
+        return bool(cache.has_previous_state())  # such caches count no tokens
+    return bool(cache.get_seq_length() > 0)
+
+
 def give_up(cache: Any, config: Any) -> bool:
     """Turn an `IpexCache` into the cache that transformers makes for a configuration, with the same contents.
 
@@ -314,12 +326,13 @@ def give_up(cache: Any, config: Any) -> bool:
         return True
     rows = torch.tensor(state.sequences.states)
     begun = torch.tensor([length > 0 for length in state.sequences.lengths])
-    for index, shape in enumerate(state.cache.layers):
-        if not isinstance(shape, StateShape):
+    for index, shape in enumerate(state.cache.states):
+        if state.cache.layers[index] is not None:
             keys, values = state.padded(index)
             cache.update(keys.to(state.dtype), values.to(state.dtype), index)
+        if shape is None:
             continue
-        found = [part[rows] for part in state.cache.tensors_of(index)]
+        found = [part[rows] for part in state.cache.states_of(index)]
         for part in found:
             part[~begun] = 0
         steps = found[0].transpose(1, 2)
@@ -358,7 +371,7 @@ def adopt(
         return cache, f"past_key_values is a {type(cache).__name__}"
     elif getattr(cache, "offloading", False):
         return cache, "past_key_values is offloaded"
-    elif cache.get_seq_length() > 0:
+    elif is_filled(cache):
         return cache, "past_key_values was filled by another model or before optimize"
     set_class(cache, kind)
     cache.layers = []

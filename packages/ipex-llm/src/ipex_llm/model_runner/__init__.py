@@ -13,9 +13,16 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
-from ipex_llm.arch import AttentionPlan, DecoderPlan, MixerPlan, RopePlan
+from ipex_llm.arch import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, ScanPlan
 from ipex_llm.arch.reference import query_factors
-from ipex_llm.kv_cache import LayerShape, PagedCache, StateShape, Step, cache_dtype
+from ipex_llm.kv_cache import (
+    CacheShape,
+    LayerShape,
+    PagedCache,
+    Step,
+    cache_dtype,
+    state_bytes,
+)
 from ipex_llm.model_runner.dense import (
     Owners,
     PlannedWeight,
@@ -95,7 +102,13 @@ class Runner:
         except BaseException:
             self.store.undo()
             raise
-        self.shapes = tuple(_shape(layer.attention, dtype) for layer in plan.layers)
+        #: The first token of a text has limited steps, also alone; those behind it do not.
+        self._limited = any(
+            isinstance(block, ScanPlan) and block.limits is not None
+            for layer in plan.layers
+            for block in (layer.attention, layer.beside)
+        )
+        self.shapes = tuple(_shape(layer, dtype) for layer in plan.layers)
         plans = {repr(a.rope): a.rope for a in plan.attentions if a.rope is not None}
         ropes = {} if ropes is None else ropes
         for key in self.emitter.ropes:
@@ -179,7 +192,7 @@ class Runner:
 
     def state_bytes(self, num_states: int) -> int:
         """Return the memory that the states of so many sequences take."""
-        return num_states * sum(s.bytes for s in self.shapes if isinstance(s, StateShape))
+        return num_states * state_bytes(self.shapes)
 
     # --------------------------------------------------------------------------------------------------------- running
 
@@ -284,12 +297,13 @@ class Runner:
         Returns:
             Logits of ``rows`` (None: the last of each sequence), or without ``logits`` all rows after the last norm.
         """
-        mode: Mode = "decode" if step.singles else "prefill"
+        singles = step.singles and not (self._limited and bool((step.lengths == 1).any()))
+        mode: Mode = "decode" if singles else "prefill"
         own = None if cache.dtype == self.dtype else cache.dtype
         lora = None if adapters is None else self._lora
         program = self._program(mode, logits, own, states is not None, lora)
         inputs: list[Any] = [hidden, positions, step.slots, step.tables]
-        if step.singles:
+        if singles:
             inputs.append(step.lengths)
         else:
             key_starts = torch.zeros(step.lengths.shape[0] + 1, dtype=torch.int32)
@@ -309,7 +323,7 @@ class Runner:
         if self.plan.has_states:
             inputs += [step.starts, step.lengths, step.states]
         inputs += [cache.block_size, step.longest]
-        if not step.singles:
+        if not singles:
             inputs.append(step.most)
         if lora is not None:
             inputs.append(adapters)
@@ -319,9 +333,17 @@ class Runner:
         return result
 
 
-def _shape(plan: AttentionPlan | MixerPlan, dtype: torch.dtype) -> LayerShape | StateShape:
-    if not isinstance(plan, AttentionPlan):
-        return state_shape(plan, dtype)
+def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
+    if layer.beside is not None:
+        assert isinstance(layer.attention, AttentionPlan)
+        return _rows_shape(layer.attention), state_shape(layer.beside, dtype)
+    plan = layer.attention
+    if plan is None:
+        return None
+    return _rows_shape(plan) if isinstance(plan, AttentionPlan) else state_shape(plan, dtype)
+
+
+def _rows_shape(plan: AttentionPlan) -> LayerShape:
     latent = plan.latent
     if latent is None:
         return LayerShape(plan.kv_heads, plan.head_dim)

@@ -60,6 +60,7 @@ class Linear:
         features: Rows of the result; of a gated pair the rows of one of the two.
         bias: One number per row of the packed weight, or None.
         options: Further arguments of the op.
+        factors: What the rows of the result are multiplied with, float32, or None.
     """
 
     op: str
@@ -67,6 +68,7 @@ class Linear:
     features: int
     bias: Tensor | None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    factors: Tensor | None = None
 
 
 def version_of(parameter: Tensor) -> int:
@@ -113,7 +115,7 @@ class WeightStore:
         modules = [module for one in plans for module in one.modules]
         key = (partner is not None, *map(id, modules))
         if key not in self._memo:
-            self._memo[key] = self._any(plans, False)
+            self._memo[key] = dataclasses.replace(self._any(plans, False), factors=plan.factors)
         return self._memo[key]
 
     def fused_gate(self, plan: LinearPlan) -> Linear:

@@ -14,7 +14,7 @@ import torch
 
 from ipex_core.program import Register
 from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan
-from ipex_llm.arch.reference import filter_of, per_head
+from ipex_llm.arch.reference import filter_of, per_head, step_limits
 from ipex_llm.kv_cache import StateShape
 from ipex_llm.model_runner.dense import WeightStore
 
@@ -97,7 +97,7 @@ def _convolve(
     bias = None if weights.bias is None else constant(weights.bias)
     result: Register = writer.b.call(
         "causal_conv1d_varlen",
-        *(x, writer.caches[index][0], constant(weights.taps), bias, activation),
+        *(x, writer.state_caches[index][0], constant(weights.taps), bias, activation),
         *writer.texts,
     )
     return result
@@ -127,7 +127,7 @@ def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Regis
         _heads(writer, q, plan.groups, plan.key_dim),
         _heads(writer, k, plan.groups, plan.key_dim),
         _heads(writer, v, heads, size),
-        *(step, beta, factor, bias, writer.caches[index][1], *writer.texts),
+        *(step, beta, factor, bias, writer.state_caches[index][1], *writer.texts),
         plan.key_dim**-0.5,
     )
     normed = writer.norm(plan.norm, y)
@@ -147,7 +147,8 @@ def _scan(writer: Any, index: int, plan: ScanPlan, weights: Mixer, rows: Registe
         *(_heads(writer, x, heads, size), step, factor),
         _heads(writer, keys, plan.groups, plan.state_dim),
         _heads(writer, queries, plan.groups, plan.state_dim),
-        *(skip, bias, writer.caches[index][1], *writer.texts),
+        *(skip, bias, writer.state_caches[index][1], *writer.texts),
+        *(() if writer.mode == "decode" else step_limits(plan)),
     )
     result: Register = b.call("silu_mul", gate, b.call("reshape", y, [0, inner]))
     norm = plan.norm

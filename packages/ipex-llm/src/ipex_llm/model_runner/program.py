@@ -67,7 +67,7 @@ def rope_key(attention: AttentionPlan) -> str | None:
     return None if attention.rope is None else repr(attention.rope)
 
 
-def _latent(attention: AttentionPlan | MixerPlan) -> LatentPlan | None:
+def _latent(attention: AttentionPlan | MixerPlan | None) -> LatentPlan | None:
     return attention.latent if isinstance(attention, AttentionPlan) else None
 
 
@@ -75,14 +75,15 @@ def _latent(attention: AttentionPlan | MixerPlan) -> LatentPlan | None:
 class LayerWeights:
     """Packed weights of one layer."""
 
-    qkv: Linear
-    output: Linear
+    qkv: Linear | None = None
+    output: Linear | None = None
     mlp: tuple[Linear, ...] = ()
     experts: Experts | None = None
     router: Linear | None = None
     shared_gate: Linear | None = None
     latent: Latent | None = None
     mixer: Mixer | None = None
+    beside: LayerWeights | None = None
 
 
 class Emitter:
@@ -116,12 +117,18 @@ class Emitter:
     def _pack(self, layer: LayerPlan) -> LayerWeights:
         store, mlp = self.store, layer.mlp
         attention = layer.attention
-        before, behind = projections(attention)
-        packed = LayerWeights(store.linear(before), store.linear(behind))
-        if not isinstance(attention, AttentionPlan):
+        packed = LayerWeights()
+        if attention is not None:
+            packed.qkv, packed.output = map(store.linear, projections(attention))
+        if attention is None:
+            pass
+        elif not isinstance(attention, AttentionPlan):
             packed.mixer = pack_mixer(store, attention)
         elif attention.latent is not None:
             packed.latent = pack_latent(store, attention)
+        if layer.beside is not None:
+            first, last = map(store.linear, projections(layer.beside))
+            packed.beside = LayerWeights(first, last, mixer=pack_mixer(store, layer.beside))
         if isinstance(mlp, ExpertsPlan):
             packed.router = _router(mlp, store.dtype)
             packed.experts = pack_experts(store, mlp)
@@ -129,7 +136,7 @@ class Emitter:
                 packed.mlp = self._mlp(mlp.shared)
             if mlp.shared_gate is not None:
                 packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
-        else:
+        elif mlp is not None:
             packed.mlp = self._mlp(mlp)
         return_free_memory()
         return packed
@@ -143,7 +150,7 @@ class Emitter:
             return store.linear(mlp.up), down
         if mlp.gate is None:
             return store.linear(mlp.up), down
-        if mlp.activation in GATES:
+        if together(mlp):
             return store.linear(mlp.gate, mlp.up), down
         return store.linear(mlp.gate), store.linear(mlp.up), down
 
@@ -181,9 +188,16 @@ class Emitter:
     def linears(self) -> Iterator[PackedLinear]:
         """Yield the packed weights of the layers, but for routers and experts."""
         for layer, packed in zip(self.plan.layers, self.layers, strict=True):
-            first, last = projections(layer.attention)
-            yield PackedLinear(packed.qkv, (first,), False)
-            yield PackedLinear(packed.output, (last,), False)
+            if packed.qkv is not None and packed.output is not None:
+                assert layer.attention is not None
+                first, last = projections(layer.attention)
+                yield PackedLinear(packed.qkv, (first,), False)
+                yield PackedLinear(packed.output, (last,), False)
+            if packed.beside is not None:
+                assert layer.beside is not None and packed.beside.qkv and packed.beside.output
+                first, last = projections(layer.beside)
+                yield PackedLinear(packed.beside.qkv, (first,), False)
+                yield PackedLinear(packed.beside.output, (last,), False)
             latent = _latent(layer.attention)
             if packed.latent is not None and packed.latent.query is not None:
                 assert latent is not None and latent.query is not None
@@ -193,7 +207,7 @@ class Emitter:
                 continue
             yield PackedLinear(packed.mlp[-1], (mlp.down,), False)
             gated = mlp.activation in GATES
-            if mlp.gate is not None and gated:
+            if mlp.gate is not None and together(mlp):
                 yield PackedLinear(packed.mlp[0], (mlp.gate, mlp.up), True)
             elif mlp.gate is not None:
                 yield PackedLinear(packed.mlp[0], (mlp.gate,), False)
@@ -226,7 +240,7 @@ def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
 
 def _check(layer: LayerPlan) -> None:
     """Raise if no op computes a part of a layer."""
-    mlp: MlpPlan | ExpertsPlan | None = layer.mlp
+    mlp = layer.mlp
     if isinstance(mlp, ExpertsPlan):
         if mlp.scale_input and mlp.top_k != 1:
             raise UnsupportedPlan("the weights of several experts multiply their input")
@@ -271,7 +285,9 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             yield (linear,), False
     for layer in plan.layers:
         latent, mlp = _latent(layer.attention), layer.mlp
-        for linear in projections(layer.attention):
+        for linear in () if layer.attention is None else projections(layer.attention):
+            yield (linear,), False
+        for linear in () if layer.beside is None else projections(layer.beside):
             yield (linear,), False
         if latent is not None:
             yield (LinearPlan((latent.up,)),), False
@@ -284,7 +300,7 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             continue
         yield (block.down,), False
         gated = block.activation in GATES
-        if block.gate is not None and gated:
+        if block.gate is not None and together(block):
             yield (block.gate, block.up), True
         else:
             yield (block.up,), block.fused and gated
@@ -348,12 +364,16 @@ class Writer:
         }
         self.factors = {t: b.input(f"query factors {t}") for t in emitter.temperatures}
         parts = ("key", "value", "key_scales", "value_scales")[: 4 if self.scaled else 2]
-        self.caches = [
-            tuple(b.input(f"{part} {i}") for part in parts)
-            if isinstance(layer.attention, AttentionPlan)
-            else tuple(b.input(f"{part} {i}") for part in state_parts(layer.attention))
-            for i, layer in enumerate(self.plan.layers)
-        ]
+        self.caches: list[tuple[Register, ...]] = []
+        self.state_caches: list[tuple[Register, ...]] = []
+        for i, layer in enumerate(self.plan.layers):
+            attention, mixer = layer.attention, layer.beside
+            rows = parts if isinstance(attention, AttentionPlan) else ()
+            if attention is not None and not isinstance(attention, AttentionPlan):
+                mixer = attention
+            states_of = () if mixer is None else state_parts(mixer)
+            self.caches.append(tuple(b.input(f"{part} {i}") for part in rows))
+            self.state_caches.append(tuple(b.input(f"{part} {i}") for part in states_of))
         #: Where texts begin in the rows, how long they are, and their rows in layers with a state.
         self.texts: tuple[Register, ...] = ()
         if self.plan.has_states:
@@ -412,6 +432,25 @@ class Writer:
     # ----------------------------------------------------------------------------------------------------- small parts
 
     def linear(self, weight: Linear, x: Register, **post: Any) -> Register:
+        if weight.factors is not None:  # callers keep what comes behind the factors apart
+            assert not post
+            return self._multiplied(self._linear(weight, x), weight.factors)
+        return self._linear(weight, x, **post)
+
+    def _multiplied(self, y: Register, factors: Tensor) -> Register:
+        """Multiply rows in float32."""
+        b, dtype = self.b, self.e.store.dtype
+        result: Register
+        if bool((factors == factors[0]).all()):
+            result = b.call("mul", y, float(factors[0]))
+        elif dtype == torch.float32:
+            result = b.call("mul", y, b.constant(factors))
+        else:
+            wide = b.call("mul", b.call("cast", y, torch.float32), b.constant(factors))
+            result = b.call("cast", wide, dtype)
+        return result
+
+    def _linear(self, weight: Linear, x: Register, **post: Any) -> Register:
         site = None if self.lora is None else self.lora.site(weight)
         if site is not None:
             return write_linear(self, weight, site, x, **post)
@@ -471,18 +510,27 @@ class Writer:
         self, index: int, layer: LayerPlan, w: LayerWeights, h: Register, pending: Register | None
     ) -> tuple[Register, Register | None]:
         """Write one layer; return the stream and what is still to be added to it."""
-        x, h = self._normed(layer.input_norm, h, pending)
+        attention = layer.attention
+        first = layer.mlp_norm if attention is None else layer.input_norm
+        x, h = self._normed(first, h, pending)
         if self.states is not None:
             self.states.append(h)
+        if attention is None:
+            return self.mlp(layer, w, x, h)
         if layer.residual_after_norm:
             h = x
-        attended = self.attention(index, layer.attention, w, x)
+        attended = self.attention(index, attention, w, x)
+        assert w.output is not None
+        if layer.beside is not None:
+            h = self._beside(index, layer.beside, w.beside, x, h)
         if layer.parallel:
             y = x if layer.mlp_norm is None else self.norm(layer.mlp_norm, h)
             added, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
             h = added if rest is None else self.b.call("add", added, rest)
             return self.mlp(layer, w, y, h)
         h, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
+        if layer.mlp is None:
+            return h, rest
         y, h = self._normed(layer.mlp_norm, h, rest)
         if layer.residual_after_norm:
             h = y
@@ -498,7 +546,8 @@ class Writer:
         **post: Any,
     ) -> tuple[Register, Register | None]:
         """Write a block's last linear layer: added to the stream by it, or pending."""
-        if norm is None and layer.residual_scale == 1.0 and self.plan.parallel is None:
+        alone = norm is None and layer.residual_scale == 1.0 and last.factors is None
+        if alone and self.plan.parallel is None:
             return self.linear(last, x, residual=h, **post), None
         y = self._sum(self.linear(last, x, **post))
         return h, self._scaled(layer, norm, y)
@@ -515,10 +564,24 @@ class Writer:
             y = self.b.call("mul", y, layer.residual_scale)
         return y
 
+    def _beside(
+        self, index: int, plan: MixerPlan, w: LayerWeights | None, x: Register, h: Register
+    ) -> Register:
+        """Write a block beside attention and add what it gives to the stream."""
+        assert w is not None and w.mixer is not None and w.qkv is not None and w.output is not None
+        inner = write_mixer(self, index, plan, w.mixer, self.linear(w.qkv, x))
+        result: Register
+        if w.output.factors is None:
+            result = self.linear(w.output, inner, residual=h)
+        else:
+            result = self.b.call("add", h, self.linear(w.output, inner))
+        return result
+
     def attention(
         self, index: int, a: AttentionPlan | MixerPlan, w: LayerWeights, x: Register
     ) -> Register:
         """Write an attention, or a block with a state, but for its output projection."""
+        assert w.qkv is not None
         qkv = self.linear(w.qkv, x)
         if not isinstance(a, AttentionPlan):
             assert w.mixer is not None
@@ -533,6 +596,7 @@ class Writer:
         self, layer: LayerPlan, w: LayerWeights, x: Register, h: Register
     ) -> tuple[Register, Register | None]:
         mlp = layer.mlp
+        assert mlp is not None
         norm = layer.post_mlp_norm
         if isinstance(mlp, MlpPlan):
             inner = write_inner(self, mlp, w.mlp, x)
@@ -653,7 +717,7 @@ class Latent:
     query: Linear | None
 
 
-def check_latent(plan: AttentionPlan | MixerPlan) -> None:
+def check_latent(plan: AttentionPlan | MixerPlan | None) -> None:
     """Raise UnsupportedPlan if the projection from the latent has a bias."""
     latent = _latent(plan)
     if latent is not None and getattr(latent.up, "bias", None) is not None:
@@ -807,6 +871,11 @@ SEPARATE: Mapping[str, Callable[[ProgramBuilder, Register], Register]] = {
 }
 
 
+def together(mlp: MlpPlan) -> bool:
+    """Return whether a gate and its factor are packed as one weight, or one module has both."""
+    return mlp.activation in GATES and (mlp.gate is None or mlp.gate.factors is None)
+
+
 def check_mlp(mlp: MlpPlan) -> None:
     """Raise if no op computes the activation of a block.
 
@@ -815,6 +884,8 @@ def check_mlp(mlp: MlpPlan) -> None:
     """
     if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
         raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
+    if mlp.gate is not None and mlp.gate.factors is not None and mlp.activation != "silu":
+        raise UnsupportedPlan(f"activation {mlp.activation!r} of a gate with a factor")
     if mlp.activation not in (*EPILOGUES, "relu2", *SEPARATE):
         raise UnsupportedPlan(f"activation {mlp.activation!r}")
 
@@ -824,15 +895,17 @@ def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Re
     b, act = writer.b, mlp.activation
     if mlp.gate is None and not mlp.fused:
         return _activated(writer, act, weights[0], x)
-    if act in GATES:
+    if together(mlp):
         return writer.linear(weights[0], x, gate=act)
+    if act == "silu":
+        gate, up = (writer.linear(weight, x) for weight in weights[:2])
+        result: Register = b.call("silu_mul", gate, up)
+        return result
     if mlp.fused:
         both = writer.linear(weights[0], x)
         size = weights[0].features // 2
         gate = b.call("narrow", both, 1, 0, size)
-        result: Register = b.call(
-            "mul", SEPARATE[act](b, gate), b.call("narrow", both, 1, size, size)
-        )
+        result = b.call("mul", SEPARATE[act](b, gate), b.call("narrow", both, 1, size, size))
         return result
     return writer.linear(weights[1], x, mul=_activated(writer, act, weights[0], x))
 

@@ -14,7 +14,7 @@ from ipex_core.module_swap.base import as_original, original_class, restore_clas
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.module_swap.state_dict import update as update_core
 from ipex_core.packing.parameter import PackedWeight
-from ipex_llm.arch import DecoderPlan, linear_modules
+from ipex_llm.arch import DecoderPlan, ExpertsPlan, MlpPlan, linear_modules
 from ipex_llm.arch.detect import Found, layer_plans, parameter_names
 from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.distributed import parallel_plan
@@ -115,7 +115,13 @@ def row_dtype(
         plan: The plan.
         form: Returns how the weight of a linear layer will be quantized, None for floats.
     """
-    output = plan.layers[0].attention.output.modules[0]
+    first = plan.layers[0]
+    block = first.mlp if first.attention is None else first.attention
+    if isinstance(block, ExpertsPlan):
+        output: nn.Module = block.router
+    else:
+        assert block is not None
+        output = (block.down if isinstance(block, MlpPlan) else block.output).modules[0]
     weight = output._parameters.get("weight") if form(output) is None else None
     if weight is None or not weight.is_floating_point():
         weight = plan.embedding._parameters["weight"]

@@ -17,7 +17,7 @@ from torch import nn
 from ipex_llm.arch.seeded import seeded
 from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
-from ipex_llm.kv_cache.transformers import BLOCK, adopt, state_of_cache
+from ipex_llm.kv_cache.transformers import BLOCK, adopt, is_filled, state_of_cache
 from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
 from ipex_llm.records import KEY, record_of, without
@@ -195,7 +195,7 @@ def start(
     else:  # of each beam what is new, and a block that it shares no more
         room = count + beams * (min(room - count, 4096) + 2 * BLOCK)
     past = given_cache(model_kwargs)
-    if past is not None and past.get_seq_length() > 0:
+    if past is not None and is_filled(past):
         raise Reason("there is a past")
     known = state_of_cache(past)
     if known is not None and len(known.sequences) != batch:

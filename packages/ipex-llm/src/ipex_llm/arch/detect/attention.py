@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
-from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes
+from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes, with_factor
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
 from ipex_llm.arch.reference import attend
 
 Tensor = torch.Tensor
 
 ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")
+_GATE = re.compile(r"^g(ate)?_proj$")  # beside the three (AFMoE)
 _PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
 
 
@@ -34,6 +35,11 @@ def find_attention(layer: nn.Module) -> nn.Module | None:
         if isinstance(child, nn.Module):
             # Some keep it one level deeper.
             return find_attention(child) or child
+    child = getattr(layer, "mixer", None)  # of any kind (Nemotron-H)
+    if isinstance(child, nn.Module) and all(
+        any(re.search(part, name) for name, _ in child.named_children()) for part in _PARTS.values()
+    ):
+        return child
     return None
 
 
@@ -69,7 +75,8 @@ def _projections(
         source = trace.input(found[0][1])
     inner = [item for item in found if same(trace.input(item[1]), source)]
     outer = [item for item in found if not same(trace.input(item[1]), source)]
-    if len(outer) != 1 or len(inner) not in (1, 3):
+    gates = sum(bool(_GATE.match(name)) for name, _ in inner)
+    if len(outer) != 1 or len(inner) not in (1, 3, 3 + gates):
         names = ", ".join(name for name, _ in found)
         raise trace.error(
             attention, f"has linear layers ({names}) that are not projections to q, k, v and out"
@@ -89,7 +96,7 @@ def _order_parts(
             names = ", ".join(name for name, _ in inner)
             raise trace.error(attention, f"has projections whose part is not clear: {names}")
         parts.append(matching[0])
-    return parts
+    return [*parts, *(m for name, m in inner if _GATE.match(name))]
 
 
 def _head_dim(config: Config, attention: nn.Module, width: int) -> int:
@@ -221,19 +228,27 @@ def match_attention(
     head_dim = _head_dim(config, attention, width)
     heads = width // head_dim
     qkv = torch.cat([trace.output(part) for part in parts], dim=-1)
-    # The queries' projection may give a gate beside each head (Qwen3-Next).
-    gated = len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width
+    # A gate may have a projection of its own, or be what the queries' gives beside each head (Qwen3-Next).
+    beside = len(parts) == 4
+    gated = beside or (len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width)
     rest, odd = divmod(qkv.shape[-1] - width * (1 + gated), 2 * head_dim)
     if odd or rest < 1 or heads % rest:
         raise trace.error(
             attention, f"{qkv.shape[-1]} rows of q, k and v do not make {heads} heads"
         )
+    multiplier = getattr(attention, "key_multiplier", None)
+    projection = linear_plan(*parts)
+    if isinstance(multiplier, float) and len(parts) == 3 and not gated:
+        keys = torch.ones(qkv.shape[-1])
+        keys[width : width + rest * head_dim] = multiplier
+        projection = with_factor(projection, keys)
+        qkv = qkv * keys.to(qkv)
     kinds = config.get("layer_types")
     kind = kinds[index] if kinds is not None and index < len(kinds) else None
     query_norm, key_norm, over = _norms(trace, attention, head_dim)
     sinks = getattr(attention, "sinks", None)
     base = AttentionPlan(
-        linear_plan(*parts),
+        projection,
         linear_plan(output),
         heads,
         rest,
@@ -289,7 +304,7 @@ def _settle(
     """Return the candidate that gives what the module gave."""
     fused = len(base.qkv.modules) == 1
     layouts: list[Tensor | None] = [None]
-    if base.gated:
+    if base.gated and len(base.qkv.modules) == 3:
         layouts = [_gates_last(base)]
     elif fused:
         layouts = list(_layouts(base.heads, base.kv_heads, base.head_dim))

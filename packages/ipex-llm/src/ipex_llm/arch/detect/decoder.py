@@ -20,6 +20,7 @@ from ipex_llm.arch import (
     MixerPlan,
     MlpPlan,
     NormPlan,
+    projections,
 )
 from ipex_llm.arch.detect.attention import (
     find_attention,
@@ -28,7 +29,14 @@ from ipex_llm.arch.detect.attention import (
     match_latent,
 )
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
-from ipex_llm.arch.detect.parts import is_mixture, linear_plan, match_experts, match_mlp, match_norm
+from ipex_llm.arch.detect.parts import (
+    is_mixture,
+    linear_plan,
+    match_experts,
+    match_mlp,
+    match_norm,
+    with_factor,
+)
 from ipex_llm.arch.detect.trace import (
     Config,
     MatchError,
@@ -40,6 +48,7 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
+from ipex_llm.arch.reference import in_order
 
 Tensor = torch.Tensor
 
@@ -94,7 +103,8 @@ def _feed_forward(
         if is_mixture(block):
             return _with_shared(trace, layer, block, match_experts(trace, config, block))
         plan = match_mlp(trace, block)
-        return plan, trace.input(plan.up.modules[0]), trace.output(plan.down.modules[0])
+        out = in_order(plan.down, trace.output(plan.down.modules[0]))
+        return plan, trace.input(plan.up.modules[0]), out
     parts = [(n, m) for n, m in layer.named_children() if is_linear(m) and trace.ran(m)]
     if not parts:
         children = ", ".join(name for name, _ in layer.named_children())
@@ -129,6 +139,12 @@ def _factor(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
     return 1.0 if abs(scale - 1.0) < close else scale
 
 
+def _plain_sum(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
+    """Return 1 if ``total = residual + added``, or None."""
+    off = distance(residual.double() + added.double(), total.double())
+    return 1.0 if off <= tolerance(total) else None
+
+
 def match_layer(
     trace: Trace,
     config: Config,
@@ -147,10 +163,22 @@ def match_layer(
         raise trace.error(layer, f"does not run on text alone (its parts: {children})")
     module, mixer = find_attention(layer), find_mixer(layer)
     children = ", ".join(name for name, _ in layer.named_children())
+    blocks = [child for child in layer.children() if not is_norm(child)]
+    if module is None and mixer is None and len(blocks) == 1:
+        block = blocks[0]
+        mlp: MlpPlan | ExpertsPlan
+        if is_mixture(block):
+            mlp = match_experts(trace, config, block)
+            ends = trace.input(block), trace.output(block)
+        else:
+            mlp = match_mlp(trace, block)
+            ends = trace.input(mlp.up.modules[0]), trace.output(mlp.down.modules[0])
+        return _single(trace, LayerPlan(layer, None, mlp, None, None), *ends)
     if module is None and mixer is None:
         raise trace.error(layer, f"has no self attention among its parts ({children})")
+    beside: MixerPlan | None = None
     if module is not None and mixer is not None:
-        raise trace.error(layer, f"has attention and a block with a state ({children})")
+        beside = match_mixer(trace, config, mixer)
     attention: AttentionPlan | MixerPlan
     if module is None:
         assert mixer is not None
@@ -159,11 +187,23 @@ def match_layer(
         attention = match_latent(trace, config, decoder, module, index)
     else:
         attention = match_attention(trace, config, decoder, module, index, hint)
-    first = attention.qkv if isinstance(attention, AttentionPlan) else attention.input
-    mlp, mlp_in, mlp_out = _feed_forward(trace, config, layer)
-    norms = [m for m in layer.children() if is_norm(m) and trace.ran(m)]
+    first, last = projections(attention)
     attention_in = trace.input(first.modules[0])
-    attention_out = trace.output(attention.output.modules[0])
+    attention_out = trace.output(last.modules[0])
+    if beside is not None:
+        assert mixer is not None and isinstance(attention, AttentionPlan)
+        attention, beside = _scaled(trace, config, layer, attention, beside, trace.input(mixer))
+        attention_in = trace.input(mixer)
+        first_out, second_out = (
+            in_order(one.output, trace.output(one.output.modules[0]).float())
+            for one in (attention, beside)
+        )
+        attention_out = first_out + second_out
+    if len(blocks) == 1:
+        plan = LayerPlan(layer, attention, None, None, None)
+        return _single(trace, plan, attention_in, attention_out)
+    mlp, mlp_in, mlp_out = _feed_forward(trace, config, layer)
+    norms = _norms(trace, layer)
     flow = _Flow(
         trace, norms, trace.input(layer), trace.output(layer), attention_out, mlp_out, mlp_in
     )
@@ -185,15 +225,82 @@ def match_layer(
         None,
         post_attention_norm=flow.plan(after_attention),
         post_mlp_norm=flow.plan(after_mlp),
+        beside=beside,
     )
     found = _parallel(flow, plan) or _sequential(flow, plan)
-    if found is None:
+    if found is None or (
+        beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
+    ):
         raise trace.error(layer, "adds its blocks in a way that is not understood")
     used = [flow.input_norm, flow.mlp_norm, after_attention, after_mlp]
     spare = [n for n in norms if not any(n is u for u in used)]
     if spare and found.last_norm is None:
         raise trace.error(spare[0], "is a norm at a place that is not understood")
     return found
+
+
+def _scaled(
+    trace: Trace,
+    config: Config,
+    layer: nn.Module,
+    attention: AttentionPlan,
+    beside: MixerPlan,
+    x: Tensor,
+) -> tuple[AttentionPlan, MixerPlan]:
+    """Return both blocks of a layer with the factors around them.
+
+    Args:
+        trace: The observed forward.
+        config: Of the decoder.
+        layer: The layer.
+        attention: Its attention.
+        beside: The block beside it.
+        x: What both read, before a factor on what attention reads.
+    """
+    names = ("attention_in_multiplier", "attention_out_multiplier", "ssm_out_multiplier")
+    first, last, other = (float(config.get(name, default=1.0)) for name in names)
+    read = trace.input(attention.qkv.modules[0])
+    biased = any(getattr(m, "bias", None) is not None for m in attention.qkv.modules)
+    if distance(x.float() * first, read.float()) > tolerance(x) or (first != 1.0 and biased):
+        raise trace.error(layer, "has blocks side by side that read different rows")
+    qkv = with_factor(attention.qkv, first)
+    attention = dataclasses.replace(attention, qkv=qkv, output=with_factor(attention.output, last))
+    return attention, dataclasses.replace(beside, output=with_factor(beside.output, other))
+
+
+def _norms(trace: Trace, layer: nn.Module) -> list[nn.Module]:
+    return [m for m in layer.children() if is_norm(m) and trace.ran(m)]
+
+
+def _single(trace: Trace, plan: LayerPlan, read: Tensor, given: Tensor) -> Layer:
+    """Return the plan of a layer with one block, with the norms around it.
+
+    Args:
+        trace: The observed forward.
+        plan: The block.
+        read: What the block read.
+        given: What it gave.
+    """
+    layer = plan.module
+    norms = _norms(trace, layer)
+    flow = _Flow(trace, norms, trace.input(layer), trace.output(layer), given, given, read)
+    before, behind = flow.giving(read), flow.reading(given)
+    if not same(read, flow.h) and (before is None or not same(trace.inputs[before], flow.h)):
+        raise trace.error(
+            layer, "has a block that reads neither the layer's input nor a norm of it"
+        )
+    scale = _factor(flow.y, flow.h, given if behind is None else trace.output(behind))
+    if scale is None or len(norms) > (before is not None) + (behind is not None):
+        raise trace.error(layer, "adds its block in a way that is not understood")
+    if plan.mlp is None:
+        plan = dataclasses.replace(
+            plan, input_norm=flow.plan(before), post_attention_norm=flow.plan(behind)
+        )
+    else:
+        plan = dataclasses.replace(
+            plan, mlp_norm=flow.plan(before), post_mlp_norm=flow.plan(behind)
+        )
+    return Layer(dataclasses.replace(plan, residual_scale=scale))
 
 
 def _parallel(flow: _Flow, plan: LayerPlan) -> Layer | None:
@@ -213,9 +320,10 @@ def _sequential(flow: _Flow, plan: LayerPlan) -> Layer | None:
     norm = flow.mlp_norm
     middle = flow.mlp_in if norm is None else flow.trace.input(norm)
     plan = dataclasses.replace(plan, mlp_norm=flow.plan(norm))
-    scale = _factor(middle, flow.h, flow.attention)
+    fit = _factor if plan.beside is None else _plain_sum
+    scale = fit(middle, flow.h, flow.attention)
     if scale is not None:
-        last = _factor(flow.y, middle, flow.mlp)
+        last = fit(flow.y, middle, flow.mlp)
         if last is not None and abs(last - scale) < 1e-2:
             return Layer(dataclasses.replace(plan, residual_scale=scale))
     # The residual is what the norm gave.
@@ -510,7 +618,7 @@ def _head(trace: Trace, config: Config, x: Tensor) -> tuple[LinearPlan | None, f
     factor = float((straight * given.double()).sum() / given.double().square().sum())
     known = [
         1.0,
-        float(config.get("logit_scale", default=1.0)),
+        float(config.get("logit_scale", "lm_head_multiplier", default=1.0)),
         1.0 / float(config.get("logits_scaling", default=1.0)),
     ]
     factor = min(known, key=lambda value: abs(value - factor))

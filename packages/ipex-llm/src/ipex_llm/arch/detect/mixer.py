@@ -6,6 +6,7 @@ As for attention, names say what the parts could be, and numbers say what they a
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 
 from ipex_llm.arch import ConvPlan, DeltaPlan, LinearPlan, MixerPlan, NormPlan, ScanPlan
-from ipex_llm.arch.detect.parts import linear_plan
+from ipex_llm.arch.detect.parts import linear_plan, with_factor
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
-from ipex_llm.arch.reference import mix
+from ipex_llm.arch.reference import in_order, mix
 
 Tensor = torch.Tensor
 
@@ -50,12 +51,18 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     parts = list(linears(module, trace))
     names = ", ".join(name for name, _ in parts) or "none"
     source = trace.input(module)
+    own: Any = module
+    scale = float(getattr(own, "ssm_in_multiplier", 1.0))
+    source = source if scale == 1.0 else source * scale
     inner = [(name, m) for name, m in parts if same(trace.input(m), source)]
     outer = [m for _, m in parts if not same(trace.input(m), source)]
     if len(outer) != 1 or not inner:
         raise trace.error(module, f"has linear layers ({names}) that are not in and out")
     expected = trace.input(outer[0])
-    own: Any = module
+    biased = any(getattr(m, "bias", None) is not None for _, m in inner)
+    if scale != 1.0 and biased:
+        raise trace.error(module, "scales the input of a projection with a bias")
+    rows = getattr(own, "mup_vector", None)  # of what the projection gives
     if any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
         candidates: Iterator[MixerPlan] = _recurrences(
             config, own, inner, outer[0], expected.shape[-1]
@@ -64,10 +71,14 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
         candidates = _convolutions(own, inner, outer[0])
 
     def error(plan: Any) -> float:
-        rows = torch.cat([trace.output(m) for m in plan.input.modules], dim=-1)
-        rows = rows if plan.input.order is None else rows[..., plan.input.order]
-        return distance(mix(plan, rows), expected)
+        given = torch.cat([trace.output(m) for m in plan.input.modules], dim=-1)
+        return distance(mix(plan, in_order(plan.input, given)), expected)
 
+    if isinstance(rows, Tensor):
+        factors = rows.detach().float().flatten()
+        candidates = (
+            dataclasses.replace(plan, input=with_factor(plan.input, factors)) for plan in candidates
+        )
     plan, off = settle(candidates, error, expected)
     if plan is None:
         name = type(module).__name__
@@ -75,7 +86,7 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
             known = "a short convolution, a gated delta net or Mamba-2"
             raise trace.error(module, f"{name} has not the parts of {known}")
         raise trace.error(module, f"{name} computes something else (off by {off:.1e})")
-    return plan
+    return dataclasses.replace(plan, input=with_factor(plan.input, scale))
 
 
 def _convolutions(
@@ -115,14 +126,14 @@ def _recurrences(
     groups = [g for g in dict.fromkeys(known) if g and heads % g == 0 and shared % g == 0]
     size = width // heads
     if isinstance(getattr(module, "D", None), nn.Parameter):
-        limits = getattr(module, "time_step_limit", (0.0, float("inf")))
-        if len(inner) != 1 or tuple(limits) != (0.0, float("inf")):
+        if len(inner) != 1:
             return
+        limits = _limits(module)
         for group, own in itertools.product(groups, dict.fromkeys((groups[0], 1))):
             if width % own == 0:
                 yield ScanPlan(
                     *(linear_plan(inner[0][1]), linear_plan(output), conv, module, norm, own),
-                    *(group, heads, size, shared // group),
+                    *(group, heads, size, shared // group, limits),
                 )
         return
     if norm is None:
@@ -133,6 +144,12 @@ def _recurrences(
                 *(linear, linear_plan(output), conv, module, norm),
                 *(group, heads, shared // group, size),
             )
+
+
+def _limits(module: Any) -> tuple[float, float] | None:
+    """Return the least and the largest step; None without limits."""
+    least, most = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
+    return None if (least, most) == (0.0, float("inf")) else (float(least), float(most))
 
 
 def _number(module: nn.Module, *names: str) -> float | None:

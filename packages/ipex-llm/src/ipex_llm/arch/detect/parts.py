@@ -238,6 +238,16 @@ def linear_plan(*modules: nn.Module, order: Tensor | None = None) -> LinearPlan:
     return LinearPlan(modules, transposed=hasattr(modules[0], "nf"), order=order)
 
 
+def with_factor(plan: LinearPlan, factor: float | Tensor) -> LinearPlan:
+    """Return a linear layer whose rows are multiplied with a number, or with one each."""
+    if isinstance(factor, float) and factor == 1.0:
+        return plan
+    first: Any = plan.modules
+    width = sum(int(getattr(m, "out_features", 0) or m.nf) for m in first)
+    own = torch.ones(width) if plan.factors is None else plan.factors
+    return dataclasses.replace(plan, factors=own * factor)
+
+
 def activations_of(module: nn.Module) -> list[str]:
     """Return the activation that a block has as a part of its own; all of them if none is found."""
     parts = {**vars(module), **dict(module.named_children())}
@@ -295,6 +305,9 @@ def match_mlp(
     values = [trace.output(m).float() for m in ups]
     fused = len(ups) == 1 and values[0].shape[-1] == 2 * width
 
+    factors = [getattr(module, f"{name}_multiplier", None) for name in ("gate", "down")]
+    first, last = (value if isinstance(value, float) else 1.0 for value in factors)
+
     def error(plan: MlpPlan) -> float:
         if plan.fused:
             both = values[0] if plan.up.order is None else values[0][..., plan.up.order]
@@ -303,7 +316,7 @@ def match_mlp(
         up = values[ups.index(plan.up.modules[0])]
         if plan.gate is None:
             return distance(activate(plan.activation, up), expected)
-        gate = values[ups.index(plan.gate.modules[0])]
+        gate = first * values[ups.index(plan.gate.modules[0])]
         return distance(combine_gate(plan.activation, gate, up), expected)
 
     candidates = _mlp_candidates(ups, down, activations_of(module), fused, width)
@@ -311,7 +324,8 @@ def match_mlp(
     plan, off = settled
     if plan is None:
         raise trace.error(module, f"has an unknown activation or gate (off by {off:.1e})")
-    return plan
+    gate = None if plan.gate is None else with_factor(plan.gate, first)
+    return dataclasses.replace(plan, gate=gate, down=with_factor(plan.down, last))
 
 
 # --- mixtures of experts --------------------------------------------------------------------------------------------
@@ -430,7 +444,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         raise trace.error(block, "does not tell how many experts a token goes to")
     groups = _find(owners, "num_group", "n_group") or 0
     shared, shared_gate = _shared(trace, block)
-    bias = _find(owners[:3], "e_score_correction_bias")
+    bias = _find(owners[:3], "e_score_correction_bias", "expert_bias")
     alpha = _find([weights.module, config.raw], "alpha", "swiglu_alpha")
     limit = _find([weights.module, config.raw], "limit", "swiglu_limit")
     first = next(iter(weights.module.children()), weights.module)

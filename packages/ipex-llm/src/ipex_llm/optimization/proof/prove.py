@@ -81,10 +81,14 @@ def compared(probe: Probe, fast: nn.Module, want: list[torch.Tensor]) -> str:
     return "" if off <= TOLERANCE else f"probe {probe.name!r} is off by {off:.1e}"
 
 
-def _attention_key(plan: AttentionPlan | MixerPlan) -> tuple[object, ...]:
+def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]:
+    if plan is None:
+        return ()
     if not isinstance(plan, AttentionPlan):
         norm = isinstance(plan, (DeltaPlan, ScanPlan)) and plan.norm is None
-        groups = plan.norm_groups > 1 if isinstance(plan, ScanPlan) else False
+        groups: object = False
+        if isinstance(plan, ScanPlan):
+            groups = plan.norm_groups > 1, plan.limits is None
         order = plan.input.order is None, len(plan.input.modules)
         return type(plan), plan.conv.bias is None, norm, groups, *order
     rope = plan.rope
@@ -108,6 +112,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
     parts: list[object] = [
         kinds[index] if index < len(kinds) else (),
         *_attention_key(plan.attention),
+        *_attention_key(plan.beside),
         plan.input_norm is None,
         plan.mlp_norm is None,
         plan.post_attention_norm is None,
@@ -118,7 +123,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
         parts += [mlp.correction_bias is None, mlp.shared is None, mlp.shared_gate is None]
-    else:
+    elif mlp is not None:
         parts += [mlp.gate is None, mlp.fused]
     return tuple(parts)
 
