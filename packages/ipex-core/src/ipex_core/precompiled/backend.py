@@ -17,7 +17,7 @@ from ipex_core.fusion.aten.passes import split_parameters
 from ipex_core.precompiled.expressions import Kept, evaluate
 from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
 from ipex_core.precompiled.lower import Plan, lower
-from ipex_core.precompiled.run import first_values, run_plan
+from ipex_core.precompiled.run import first_values, run_plan, with_packed_linears
 
 __all__ = ["NoProgramError", "compile_program"]
 
@@ -74,8 +74,9 @@ def compile_program(
                 f"a program must have few calls of torch, got {calls} among {plan.instructions} instructions:"
                 " leave the graph to Inductor"
             )
+        chosen = f"; linear layers of torch, as measured: {plan.linears}" if plan.linears else ""
         report.notes.append(
-            f"a program of {plan.instructions} instructions; called through torch: {calls or 'none'}"
+            f"a program of {plan.instructions} instructions; called through torch: {calls or 'none'}{chosen}"
         )
         program._boxed_call = True  # type: ignore[attr-defined]
         return program
@@ -133,7 +134,7 @@ def _lowered(
     # What stock code computes as fast is still one step less here.
     fuse(graph, report, disabled, always=True)
     plan = lower(graph, forms)
-    first = first_values(plan)
+    ready, first = with_packed_linears(plan), first_values(plan)
     known = Kept()
 
     def numbers(args: list[Any], given: list[Tensor]) -> tuple[int, ...]:
@@ -152,7 +153,7 @@ def _lowered(
         if torch._C._len_torch_dispatch_stack():
             # AOTAutograd watches first calls; to it a program is one op, whose results may be views of its inputs.
             with _disable_current_modes():
-                return run_plan(plan, first, given, varying)
-        return run_plan(plan, first, given, varying)
+                return run_plan(ready, first, given, varying)
+        return run_plan(ready, first, given, varying)
 
     return plan, run

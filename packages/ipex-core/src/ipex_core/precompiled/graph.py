@@ -18,6 +18,7 @@ from ipex_core.errors import ExportError
 from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import PURE, VIEWING, Context, is_call, val
 from ipex_core.fusion.aten.conv import pack_convolutions
+from ipex_core.fusion.aten.linear import leave_linears
 from ipex_core.fusion.aten.passes import run_passes
 from ipex_core.library.spec import FLOATS
 from ipex_core.recording import record
@@ -138,6 +139,7 @@ def fuse(
     fold_constants(module, leave=PURE)  # the passes know weights through these
     run_passes(module.graph, report, (), disabled, always)
     fold_constants(module)
+    leave_linears(Context(module.graph, set(), report))
     _view_whole_lookups(module, report)
     pack_convolutions(module.graph, report, disabled, always)
     _share(module.graph)

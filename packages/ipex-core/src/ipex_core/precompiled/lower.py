@@ -19,7 +19,7 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.precompiled.pointwise import Chain, find_chains
 from ipex_core.program import Program, ProgramBuilder, Register
 
-__all__ = ["Call", "Plan", "Run", "Size", "Slot", "lower"]
+__all__ = ["CHOSEN", "Call", "Plan", "Run", "Size", "Slot", "lower"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -110,7 +110,13 @@ class Plan:
     @property
     def calls(self) -> Counter[str]:
         """Name of an op without an instruction -> how often it is called."""
-        return Counter(step.name for step in self.steps if isinstance(step, Call))
+        called = (step for step in self.steps if isinstance(step, Call))
+        return Counter(step.name for step in called if step.op is not CHOSEN)
+
+    @property
+    def linears(self) -> int:
+        """How many linear layers torch computes, since it was measured to be faster."""
+        return sum(isinstance(step, Call) and step.op is CHOSEN for step in self.steps)
 
     @property
     def instructions(self) -> int:
@@ -118,6 +124,8 @@ class Plan:
         return sum(len(s.program.instructions) for s in self.steps if isinstance(s, Run))
 
 
+#: Stands for a linear layer only where torch's was chosen: elsewhere graphs have it in parts.
+CHOSEN = aten.linear.default
 #: Ops that give a tensor another shape.
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SAME = (aten.alias.default, aten.detach.default)
