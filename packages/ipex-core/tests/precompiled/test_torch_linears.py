@@ -40,7 +40,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     timed: list[str] = []
     side = ["stock"]
 
-    def fastest(runs: Any, seconds: float, default: str) -> tuple[str, str]:
+    def fastest(runs: Any, seconds: float, default: str, cold: bool) -> tuple[str, str]:
         first, second = (run() for run in runs.values())
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-2)
         timed.append(default)

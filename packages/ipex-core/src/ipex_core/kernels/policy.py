@@ -250,19 +250,29 @@ def numbers(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(size, generator=generator, device="cpu").to(dtype)
 
 
+#: Numbers in float32 that take the place of all else in a core's caches.
+_CACHED = 1 << 22
+
+
 def fastest(
-    runs: dict[str, Callable[[], torch.Tensor]], seconds: float = 0.2, default: str = "stock"
+    runs: dict[str, Callable[[], torch.Tensor]],
+    seconds: float = 0.2,
+    default: str = "stock",
+    cold: bool = False,
 ) -> tuple[str, str]:
     """Time candidates in turns; return the fastest (the default unless beaten by 2 %) and their times as text.
 
     The least time of each counts: what else runs on the machine only adds to it. With one thread its processor time
-    is taken, which other processes hardly touch.
+    is taken, which other processes hardly touch. What is ``cold`` finds no data of its last run in the caches, as a
+    layer does that is one of many.
     """
+    other = torch.zeros(_CACHED if cold else 1)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in runs}
     deadline = time.perf_counter() + seconds
     for turn in range(30):
         for name, run in runs.items():  # taken in turns, so that noise meets all alike
+            other.sum()
             start = clock()
             run()
             times[name].append(clock() - start)
