@@ -45,6 +45,10 @@ def check_int8_conv(*args: Any) -> None:
     check(known, _OP, "activation", f"be one of {', '.join(_ACTIVATIONS)}", activation)
     names = ", ".join(map(dtype_name, _RESULTS))
     check(dtype in _RESULTS, _OP, "dtype", f"be {names}", dtype_name(dtype))
+    plain = dtype == torch.uint8 or args[12:14] == (1.0, 0)
+    got = f"{args[12]}, {args[13]}"
+    wanted = "be 1 and 0 for a result that is no codes"
+    check(plain, _OP, "output_scale, output_zero", wanted, got)
     for name, scale, zero in (
         ("x", *args[3:5]),
         ("output", *args[12:14]),
@@ -127,6 +131,9 @@ def int8_conv(
         shape.append(room // stride[i] + 1)
     if residual is not None:
         check_dtype_in(_OP, "residual", residual, torch.uint8, *FLOATS)
+        # oneDNN has no others behind an addition.
+        simple = dims == 3 or activation in _ACTIVATIONS[:2]
+        check(simple, _OP, "activation", "be none or relu behind a residual", activation)
         fits = list(residual.shape) == shape
         check(fits, _OP, "residual", f"have shape {shape}", list(residual.shape))
     codes = x if x.dtype == torch.uint8 else _codes(x, x_scale, x_zero)

@@ -82,6 +82,9 @@ void check(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, do
                " in dimension ", lead + 1 + i, ", got ", shape_text(x));
     sizes.push_back(room / stride[at] + 1);
   }
+  IPEX_CHECK(dtype == ScalarType::Byte || (output_scale == 1 && output_zero == 0), kOp,
+             ": output_scale, output_zero must be 1 and 0 for a result that is no codes, got ",
+             output_scale, ", ", output_zero);
   check_step("x", x_scale, x_zero);
   check_step("output", output_scale, output_zero);
   check_step("residual", residual_scale, residual_zero);
@@ -89,6 +92,9 @@ void check(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, do
   IPEX_CHECK(is_operand(*residual), kOp,
              ": residual must have dtype uint8, float32, bfloat16, float16, got ",
              dtype_name(residual->scalar_type()));
+  // oneDNN has no others behind an addition.
+  IPEX_CHECK(dims == 3 || activation == "none" || activation == "relu", kOp,
+             ": activation must be none or relu behind a residual, got ", activation);
   const auto given = residual->sizes();
   IPEX_CHECK(std::equal(given.begin(), given.end(), sizes.begin(), sizes.end()), kOp,
              ": residual must have shape ", list_text(sizes), ", got ", shape_text(*residual));
