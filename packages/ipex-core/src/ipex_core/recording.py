@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -92,6 +92,7 @@ def record(
     kwargs: dict[str, Any],
     dynamic_shapes: Any,
     decompositions: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+    whole: Collection[str] = (),
 ) -> torch.export.ExportedProgram:
     """Record a model with ``torch.export`` as a functional graph, with plain weights for packed parameters.
 
@@ -102,6 +103,7 @@ def record(
         kwargs: Keyword arguments.
         dynamic_shapes: Which sizes may vary, as ``torch.export.export`` takes them.
         decompositions: Op -> its composition of others, beside those that all recorded programs need.
+        whole: Names of ops that stay whole, though they have a composition.
 
     Raises:
         ExportError: torch.export refuses the model.
@@ -118,7 +120,8 @@ def record(
             node.target = FUNCTIONAL.get(node.target, node.target)
         program.graph_module.recompile()
         # Even without anything to decompose it makes the graph functional, which the names of the weights depend on.
-        program = program.run_decompositions({**decompositions, **PORTABLE})
+        portable = {one: rule for one, rule in PORTABLE.items() if one.name() not in whole}
+        program = program.run_decompositions({**decompositions, **portable})
     except Exception as error:
         what = "torch.export cannot record the model"
         if any(type(part).__module__.startswith("ipex_llm.") for part in model.modules()):

@@ -189,7 +189,7 @@ def test_measured(faster, prepare, monkeypatch):
     """The faster one stays, whatever was asked of them has run, and a shape is measured once."""
     times = []
 
-    def fastest(runs, seconds):
+    def fastest(runs, seconds, *rest):
         results = [run() for run in runs.values()]
         times.append([r.shape for r in results])
         assert len(results) == 2 and times[-1][0] == times[-1][1]

@@ -208,7 +208,7 @@ def test_linear_that_must_stay():
 def test_float32_is_measured_where_no_table_holds(faster, monkeypatch):
     timed = []
 
-    def fastest(runs, seconds):
+    def fastest(runs, seconds, *rest):
         first, second = (run() for run in runs.values())
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-3)
         timed.append(first.shape)
@@ -237,7 +237,7 @@ def test_an_activation_behind_a_layer_is_measured_with_it(kind, monkeypatch):
     def measured(dtype, n, k, rows, biased, activation):
         timed.append(activation)
 
-    def fastest(runs, seconds):
+    def fastest(runs, seconds, *rest):
         autograd = torch._C.DispatchKey.AutogradFunctionality  # compiled graphs run below it
         assert torch._C._dispatch_tls_is_dispatch_key_excluded(autograd)
         first, second = (run() for run in runs.values())
@@ -267,7 +267,7 @@ def test_an_activation_behind_a_layer_is_measured_with_it(kind, monkeypatch):
 @pytest.mark.parametrize("gate", ["none", "gelu"])
 def test_packed_layers_are_measured_too(gate, faster, monkeypatch):
     """Those of `ipex.optimize`; where Inductor is faster, they are plain again."""
-    monkeypatch.setattr(linear, "fastest", lambda runs, seconds: (faster, "a and b"))
+    monkeypatch.setattr(linear, "fastest", lambda runs, *rest: (faster, "a and b"))
     monkeypatch.setattr(linear, "_known", {})
     monkeypatch.setattr(linear, "_table_holds", lambda: False)
     n = 40

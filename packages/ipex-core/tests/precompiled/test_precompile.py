@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from typing import Any
@@ -174,10 +175,10 @@ def test_convolutions_of_sequences(layer: nn.Module) -> None:
     [
         (nn.ConvTranspose2d(6, 8, 3, stride=2, groups=2, output_padding=1), (2, 6, 5, 4)),
         (nn.Conv2d(6, 12, 3, padding="same", groups=6), (2, 6, 5, 4)),
-        (nn.Conv3d(2, 4, 3), (1, 2, 5, 6, 4)),
-        (nn.ConvTranspose1d(3, 4, 2), (2, 3, 5)),
+        (nn.Conv3d(2, 4, 3, groups=2), (1, 2, 5, 6, 4)),
+        (nn.ConvTranspose2d(3, 4, 2, stride=5, output_padding=1), (2, 3, 5, 4)),
     ],
-    ids=["transposed", "groups", "3d", "transposed1d"],
+    ids=["transposed", "groups", "3d", "far"],
 )
 def test_other_convolutions_are_called_through_torch(
     layer: nn.Module, shape: tuple[int, ...]
@@ -364,6 +365,77 @@ def test_integers_and_ops_without_an_instruction() -> None:
             return order, values, places, x.gather(-1, order), torch.fft.rfft(x).abs()
 
     check(Mixed(), torch.randn(3, 6), torch.randint(0, 4, (3, 5)))
+
+
+def test_integers_and_lookups_have_instructions() -> None:
+    class Whole(nn.Module):
+        def forward(self, x: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
+            big = i + 2**53  # float64 would not tell these apart
+            numbers = (i * 2 - j, -i, i.abs() // 3, i % -3, torch.where(i > j, i, j + 1))
+            return (
+                *(*numbers, big == big + 1, (i < j) | (j != 2), i.int() * 2**30, ~i & j),
+                *(x.gather(-1, j), x.index_select(1, j[0]), x[:, j], x[i], x.flip(0)[-1]),
+            )
+
+    i = torch.tensor([[-3, 2, 0], [1, -1, 2], [0, 1, -2]])
+    j = torch.tensor([[3, 2, 0], [1, 1, 2], [0, 1, 2]])
+    fast = check(Whole(), torch.randn(3, 4), i, j)
+    assert set(fast.calls) <= {"prims::rev.default"}
+    assert {"integer", "take", "gather"} <= set(ops_of(fast))
+    with pytest.raises(RuntimeError, match=r"gather: index must be in \[0, 4\), got 4"):
+        fast(torch.randn(3, 4), i, j + 1)
+    with pytest.raises(RuntimeError, match=r"take: index must be in \[-3, 3\), got -4"):
+        fast(torch.randn(3, 4), i - 1, j)
+
+
+def test_divisors_of_zero_are_refused() -> None:
+    class Divide(nn.Module):
+        def forward(self, i: Tensor, j: Tensor) -> Tensor:
+            return i // j
+
+    i = torch.arange(4)
+    fast = check(Divide(), i, i + 1)
+    with pytest.raises(RuntimeError, match="the divisor must not be 0, got 0"):
+        fast(i, i)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_transposed_convolutions_and_volumes(seed: int) -> None:
+    draw = random.Random(seed)
+    dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16])
+    kind = draw.choice([nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose2d, nn.Conv3d])
+    dims = int(kind.__name__[-2])
+    kernel, dilation = ([draw.randint(1, most) for _ in range(dims)] for most in (4, 2))
+    stride = [draw.randint(1, 3) for _ in range(dims)]
+    padding = [draw.randint(0, d * (k - 1)) for k, d in zip(kernel, dilation, strict=True)]
+    more: dict[str, Any] = {}
+    if kind is not nn.Conv3d:
+        tops = [max(s, d) for s, d in zip(stride, dilation, strict=True)]
+        more["output_padding"] = [draw.randint(0, top - 1) for top in tops]
+    layer = kind(6, 8, kernel, stride, padding, dilation=dilation, bias=seed % 3 > 0, **more)
+    x = torch.randn(2, 6, *(draw.randint(7, 9) for _ in range(dims)))
+    if seed % 2:
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    check(nn.Sequential(layer, nn.ReLU()).to(dtype), x.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.ConvTranspose2d(6, 8, 4, stride=2, padding=1),
+        nn.ConvTranspose1d(6, 8, 8, stride=4, padding=2, output_padding=1),
+        nn.Conv3d(6, 8, (2, 3, 3), stride=(2, 1, 1), padding=1),
+    ],
+    ids=["transposed", "transposed1d", "3d"],
+)
+def test_convolutions_of_other_forms_have_instructions(layer: Any) -> None:
+    dims = len(layer.kernel_size)
+    norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims](8)
+    x = torch.randn(2, 6, *[9, 8, 7][:dims])
+    fast = check(spread(nn.Sequential(layer, norm, nn.ReLU())), x)
+    assert not fast.calls and ops_of(fast).count("convolution") == 1
+    many = torch.export.Dim("many", max=8)
+    check(layer, x, dynamic_shapes=({0: many},))
 
 
 def test_lookups_of_all_elements_are_views() -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ipex_core.fusion import GraphReport
+from ipex_core.fusion.aten import linear
 from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
 from ipex_core.precompiled.lower import Plan, lower
-from ipex_core.precompiled.run import first_values, run_plan
+from ipex_core.precompiled.run import first_values, run_plan, with_packed_linears
 
 
 def check(family: str, seed: int) -> Plan | None:
@@ -43,8 +44,9 @@ def check(family: str, seed: int) -> Plan | None:
         given = [x for place, x in enumerate(ours) if place not in draw.constants]
         fuse(gm, GraphReport(f"{family} {seed}", inference=True, frozen=True), always=True)
         plan = lower(gm, forms)
+        ready = with_packed_linears(plan)
         for _ in range(2):  # what a run leaves behind must not change the next
-            got = run_plan(plan, first_values(plan), given, ())
+            got = run_plan(ready, first_values(plan), given, ())
     assert_same(draw, (*got, *ours), (*expected, *eager), f"{family} {seed}")
     return plan
 
@@ -55,3 +57,10 @@ def test_random_programs(family: str) -> None:
     assert len(plans) > 15
     # Programs in float64 go through torch.
     assert sum(plan.instructions > sum(plan.calls.values()) for plan in plans) > len(plans) / 2
+
+
+@pytest.mark.parametrize("family", ["layers", "gated"])
+def test_random_programs_with_layers_of_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "measured_step", lambda layer: "measured: a and b")
+    plans = [plan for plan in (check(family, seed) for seed in range(25)) if plan is not None]
+    assert sum(plan.linears > 0 for plan in plans) > 5

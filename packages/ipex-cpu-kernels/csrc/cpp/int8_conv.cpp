@@ -267,6 +267,8 @@ Tensor run(const Tensor& input, const Tensor& weight, const Tensor& weight_scale
   return one_d ? torch::stable::squeeze(y, -2) : y;
 }
 
+}  // namespace
+
 Tensor int8_conv(const Tensor& x, const Tensor& weight, const Tensor& weight_scale, double x_scale,
                  int64_t x_zero, const OptionalTensor& bias, const Ints& stride,
                  const Ints& padding, const Ints& dilation, int64_t groups,
@@ -289,6 +291,8 @@ Tensor int8_conv_sum_(const Tensor& x, const Tensor& weight, const Tensor& weigh
              activation, {output_scale, output_zero, dtype},
              Residual{residual, residual_scale, residual_zero, true});
 }
+
+namespace {
 
 Tensor int8_embedding_bag(const Tensor& weight, const Tensor& indices, const Tensor& offsets,
                           const OptionalTensor& per_sample_weights, bool include_last_offset) {

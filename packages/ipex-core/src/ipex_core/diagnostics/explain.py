@@ -317,6 +317,7 @@ def _precompiled(model: Precompiled) -> Explanation:
 
     mib = [f"{size / 2**20:.1f} MiB" for size in (model.peak_bytes, model.eager_bytes)]
     calls = ", ".join(f"{count}x {name}" for name, count in model.calls.most_common())
+    linears = f" linear layers of torch, as measured: {model.linears};" if model.linears else ""
     return Explanation(
         False,
         model=model.name,
@@ -329,7 +330,7 @@ def _precompiled(model: Precompiled) -> Explanation:
         graphs=() if model.report is None else (model.report,),
         program=(
             f"{model.instructions} instructions; without an instruction, called through torch: {calls or 'none'};"
-            f" intermediate results take {mib[0]} at most, op by op {mib[1]}"
+            f"{linears} intermediate results take {mib[0]} at most, op by op {mib[1]}"
         ),
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import val
 from ipex_core.fusion.aten.passes import split_parameters
+from ipex_core.library.spec import FUNCTIONAL
 from ipex_core.precompiled.expressions import Kept, evaluate
 from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
 from ipex_core.precompiled.lower import Plan, lower
-from ipex_core.precompiled.run import first_values, run_plan
+from ipex_core.precompiled.run import first_values, run_plan, with_packed_linears
 
 __all__ = ["NoProgramError", "compile_program"]
 
@@ -57,6 +59,7 @@ def compile_program(
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        _without_writes(graph.graph)
         for node in graph.graph.nodes:
             if isinstance(
                 node.target, torch._ops.HigherOrderOperator
@@ -67,15 +70,17 @@ def compile_program(
         constants, written[:] = _constants()
         with torch.no_grad(), _disable_current_modes():  # weights are folded as they are
             plan, program = _lowered(graph, constants, report, disabled)
-        few = 1 + _MOST_CALLS * plan.instructions
+        # Inductor's code calls convolutions on codes one by one through torch, too.
+        few = 1 + _MOST_CALLS * plan.instructions + plan.int8_convolutions
         calls = ", ".join(f"{count}x {name}" for name, count in plan.calls.most_common())
         if not whatever and sum(plan.calls.values()) > few:
             raise NoProgramError(
                 f"a program must have few calls of torch, got {calls} among {plan.instructions} instructions:"
                 " leave the graph to Inductor"
             )
+        chosen = f"; linear layers of torch, as measured: {plan.linears}" if plan.linears else ""
         report.notes.append(
-            f"a program of {plan.instructions} instructions; called through torch: {calls or 'none'}"
+            f"a program of {plan.instructions} instructions; called through torch: {calls or 'none'}{chosen}"
         )
         program._boxed_call = True  # type: ignore[attr-defined]
         return program
@@ -94,6 +99,40 @@ def compile_program(
         gm.recompile()
     compiled: Callable[..., Any] = made(gm, example_inputs)
     return compiled if plain else lambda *args: tree_unflatten(list(compiled(*args)), spec)
+
+
+def _without_writes(graph: fx.Graph) -> None:
+    """Put ops that write nothing in the place of those that overwrite an argument which is not read afterwards."""
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.auto_functionalized_v2
+    ):
+        written: Any = node.args[0]
+        op = FUNCTIONAL.get(written)
+        given = dict(node.kwargs)
+        bases: Any = given.pop("_all_bases", ())
+        names = [
+            one.name
+            for one in written._schema.arguments
+            if one.alias_info is not None and one.alias_info.is_write
+        ]
+        places = {name: given.pop(f"_{name}_base_index", None) for name in names}
+        for name in names:
+            given.pop(f"_{name}_alias", None)
+        read = [user for user in node.users if user.users]
+        first = all(u.target is operator.getitem and u.args[1] == 0 for u in read)
+        if op is None or not first or None in places.values():
+            continue
+        if any(name.startswith("_") for name in given):  # what is written is a part of a tensor
+            continue
+        given.update({name: bases[place] for name, place in places.items()})
+        with graph.inserting_before(node):
+            new = graph.call_function(op, (), given)
+        new.meta["val"] = node.meta["val"][0]
+        for user in read:
+            user.replace_all_uses_with(new)
+        for user in list(node.users):
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def _constants() -> tuple[dict[int, Tensor], list[Tensor]]:
@@ -133,7 +172,7 @@ def _lowered(
     # What stock code computes as fast is still one step less here.
     fuse(graph, report, disabled, always=True)
     plan = lower(graph, forms)
-    first = first_values(plan)
+    ready, first = with_packed_linears(plan), first_values(plan)
     known = Kept()
 
     def numbers(args: list[Any], given: list[Tensor]) -> tuple[int, ...]:
@@ -152,7 +191,7 @@ def _lowered(
         if torch._C._len_torch_dispatch_stack():
             # AOTAutograd watches first calls; to it a program is one op, whose results may be views of its inputs.
             with _disable_current_modes():
-                return run_plan(plan, first, given, varying)
-        return run_plan(plan, first, given, varying)
+                return run_plan(ready, first, given, varying)
+        return run_plan(ready, first, given, varying)
 
     return plan, run

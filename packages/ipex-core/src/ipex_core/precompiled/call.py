@@ -17,7 +17,7 @@ from ipex_core.fusion import GraphReport, Weights
 from ipex_core.library.spec import dtype_name
 from ipex_core.precompiled.expressions import Kept, evaluate, solve
 from ipex_core.precompiled.lower import Run
-from ipex_core.precompiled.run import Parts, first_values, run_plan
+from ipex_core.precompiled.run import Parts, first_values, run_plan, with_packed_linears
 
 __all__ = ["Precompiled"]
 
@@ -40,7 +40,7 @@ class Precompiled:
         self.name = parts.name
         self.report = report
         self._parts = parts
-        self._plan = plan = parts.plan
+        self._plan = plan = with_packed_linears(parts.plan)
         self._inputs = inputs = parts.inputs
         self._in_spec, self._out_spec = parts.in_spec, parts.out_spec
         self._tensors = [i for i, one in enumerate(inputs) if one.dtype is not None]
@@ -55,7 +55,7 @@ class Precompiled:
         self._model = None if model is None else weakref.ref(model, self._forget)
 
     def __repr__(self) -> str:
-        plan = self._plan
+        plan = self._parts.plan
         inputs = ", ".join(
             f"{one.name}: {dtype_name(one.dtype)}{list(one.shape)}"
             for one in self._inputs
@@ -70,7 +70,12 @@ class Precompiled:
     @property
     def calls(self) -> Counter[str]:
         """Name of an op of torch that has no instruction -> how often a run calls it."""
-        return self._plan.calls
+        return self._parts.plan.calls
+
+    @property
+    def linears(self) -> int:
+        """How many linear layers in float32 a run leaves to torch, which was measured to be faster there."""
+        return self._parts.plan.linears
 
     @property
     def instructions(self) -> int:

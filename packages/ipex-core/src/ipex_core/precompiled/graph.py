@@ -18,12 +18,14 @@ from ipex_core.errors import ExportError
 from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import PURE, VIEWING, Context, is_call, val
 from ipex_core.fusion.aten.conv import pack_convolutions
+from ipex_core.fusion.aten.linear import leave_linears
 from ipex_core.fusion.aten.passes import run_passes
 from ipex_core.library.spec import FLOATS
 from ipex_core.recording import record
 from ipex_core.util.symbolic import hints
 
 __all__ = [
+    "INT8_CONV",
     "Input",
     "Recorded",
     "capture",
@@ -38,6 +40,8 @@ aten = torch.ops.aten
 
 #: What Inductor writes out and kernels do better whole.
 _WHOLE = ("batch_norm", "upsample", "max_pool2d", "grid_sampler", "native_group_norm")
+#: The convolution of INT8 models, which has an instruction.
+INT8_CONV = "ipex_quant::int8_conv"
 #: Checks that `torch.export` writes down; the sizes and dtypes of inputs are checked before a run.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_guards_fn")
 #: A constant that repeats the memory of a smaller one is not written out beyond this many bytes.
@@ -96,7 +100,9 @@ def capture(
     Raises:
         ExportError: The model cannot be recorded, writes to its inputs or buffers, or reads values of tensors.
     """
-    program = record("precompile", model, args, kwargs, dynamic_shapes, decompositions())
+    program = record(
+        "precompile", model, args, kwargs, dynamic_shapes, decompositions(), (INT8_CONV,)
+    )
     name = type(model).__name__
     report = GraphReport(f"precompile of {name}", inference=True, frozen=True)
     module = program.graph_module
@@ -133,11 +139,13 @@ def fuse(
     """
     _clean(module.graph)
     _fold_batch_norms(module, report)
-    _widen_convolutions(module.graph, report)
+    _flatten_volumes(module, report)
+    _widen_convolutions(module, report)
     _flatten_transposed(module, report)
     fold_constants(module, leave=PURE)  # the passes know weights through these
     run_passes(module.graph, report, (), disabled, always)
     fold_constants(module)
+    leave_linears(Context(module.graph, set(), report))
     _view_whole_lookups(module, report)
     pack_convolutions(module.graph, report, disabled, always)
     _share(module.graph)
@@ -365,7 +373,7 @@ def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
 
 def _fake(ctx: Context, value: Tensor) -> Tensor:
     mode: Any = ctx.fake_mode()
-    return mode.from_tensor(value) if hasattr(mode, "from_tensor") else value
+    return mode.from_tensor(value, static_shapes=True) if hasattr(mode, "from_tensor") else value
 
 
 def _into_convolution(
@@ -401,20 +409,34 @@ def _into_convolution(
     return node
 
 
-def _widen_convolutions(graph: fx.Graph, report: GraphReport) -> None:
+def _held(ctx: Context, before: fx.Node, *values: Tensor) -> list[fx.Node]:
+    """Insert nodes for tensors that the graph keeps."""
+    module: Any = ctx.graph.owning_module
+    with ctx.graph.inserting_before(before):
+        held = [add_constant(module, ctx.graph, value) for value in values]
+    for node, value in zip(held, values, strict=True):
+        node.meta["val"] = _fake(ctx, value)
+    return held
+
+
+def _widen_convolutions(module: fx.GraphModule, report: GraphReport) -> None:
     """Write convolutions of sequences as convolutions of images of one line, which have a kernel."""
+    graph = module.graph
     ctx = Context(graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         given: tuple[Any, ...] = node.args
-        x, weight, bias, stride, padding, dilation, transposed, _, groups = given
-        value = val(x)
-        if value is None or value.dim() != 3 or transposed or groups != 1:
+        x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = given
+        value, plain = val(x), _constant(module, weight)
+        if value is None or value.dim() != 3 or groups != 1 or (transposed and plain is None):
             continue
         image = ctx.call(node, aten.unsqueeze.default, (x, 2))
-        window = ctx.call(node, aten.unsqueeze.default, (weight, 2))
+        if plain is None:
+            window = ctx.call(node, aten.unsqueeze.default, (weight, 2))
+        else:
+            (window,) = _held(ctx, node, plain.unsqueeze(2))
         args = (
             *(image, window, bias, [1, *stride], [0, *padding], [1, *dilation]),
-            *(False, [0, 0], 1),
+            *(transposed, [0, *output_padding], 1),
         )
         wide = ctx.call(node, aten.convolution.default, args)
         line = ctx.call(node, aten.squeeze.dim, (wide, 2))
@@ -422,48 +444,112 @@ def _widen_convolutions(graph: fx.Graph, report: GraphReport) -> None:
         graph.erase_node(node)
 
 
-def _flatten_transposed(module: fx.GraphModule, report: GraphReport) -> None:
-    """Write transposed convolutions whose windows lie side by side as convolutions of single places.
+#: Products of zeros in a transposed convolution that is written as one that is not, at most so many to each other one.
+_MOST_ZEROS = 1.0
 
-    A window that is as large as its step gives each place of ``x`` a block of the result of its own.
+
+def _flatten_transposed(module: fx.GraphModule, report: GraphReport) -> None:
+    """Write transposed convolutions as convolutions that give a block of the result at each place.
+
+    With a stride of s, the place f = s q + r of the result sums over the inputs q - m with the weights r + s m. So each
+    r is a convolution of its own, and all of them are one with as many times the channels.
     """
     ctx = Context(module.graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         given: tuple[Any, ...] = node.args
-        x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = given
+        x, weight, bias, stride, padding, dilation, transposed, extra, groups = given
         plain, offset = _constant(module, weight), _constant(module, bias)
         value = val(x)
         if plain is None or value is None or value.dim() != 4 or not transposed or groups != 1:
             continue
-        rows, columns = plain.shape[2:]
-        apart = list(stride) == [rows, columns] and not any((*padding, *output_padding))
-        if not apart or list(dilation) != [1, 1] or (offset is None) != (bias is None):
+        if (offset is None) != (bias is None) or value.dtype not in FLOATS or 0 in plain.shape:
             continue
+        into, out = plain.shape[:2]
+        sizes = [d * (k - 1) + 1 for d, k in zip(dilation, plain.shape[2:], strict=True)]
+        # Output padding may reach behind the last window.
+        taps = [
+            -(-max(k, k + e - p) // s)
+            for k, s, p, e in zip(sizes, stride, padding, extra, strict=True)
+        ]
+        places = math.prod(t * s for t, s in zip(taps, stride, strict=True))
+        if places > (1 + _MOST_ZEROS) * plain.shape[2] * plain.shape[3]:
+            continue
+        wide = plain.new_zeros(into, out, *(t * s for t, s in zip(taps, stride, strict=True)))
+        wide[:, :, : sizes[0] : dilation[0], : sizes[1] : dilation[1]] = plain
+        parts = wide.view(into, out, taps[0], stride[0], taps[1], stride[1]).flip(2, 4)
         # The channels of the result innermost, as kernels like them.
-        out = plain.shape[1]
-        flat = plain.permute(2, 3, 1, 0).reshape(-1, plain.shape[0], 1, 1)
-        tensors = [flat] if offset is None else [flat, offset.repeat(rows * columns)]
-        with module.graph.inserting_before(node):
-            held = [add_constant(module, module.graph, one) for one in tensors]
-        for one, tensor in zip(held, tensors, strict=True):
-            one.meta["val"] = _fake(ctx, tensor)
+        flat = parts.permute(3, 5, 1, 0, 2, 4).reshape(-1, into, *taps).contiguous()
+        rows, columns = stride
+        held = _held(ctx, node, flat, *([] if offset is None else [offset.repeat(rows * columns)]))
         n, height, width = (
             size if isinstance(size, int) else ctx.call(node, aten.sym_size.int, (x, dim))
             for dim, size in enumerate(value.shape)
             if dim != 1
         )
-        lines, line = (
-            one * by if isinstance(one, int) else ctx.call(node, operator.mul, (one, by))
-            for one, by in ((height, rows), (width, columns))
+
+        def times(size: Any, more: int, by: int, node: fx.Node = node) -> tuple[Any, Any]:
+            if isinstance(size, int):
+                return size + more, (size + more) * by
+            longer = ctx.call(node, operator.add, (size, more)) if more else size
+            return longer, ctx.call(node, operator.mul, (longer, by))
+
+        (high, lines), (long, line) = (
+            times(size, tap - 1, by)
+            for size, tap, by in ((height, taps[0], rows), (width, taps[1], columns))
         )
-        args = (x, held[0], held[1] if len(held) > 1 else None, [1, 1], [0, 0], [1, 1])
-        places = ctx.call(node, aten.convolution.default, (*args, False, [0, 0], 1))
-        sizes = [n, rows, columns, out, height, width]
-        blocks = ctx.call(node, aten.reshape.default, (places, sizes))
+        around = [tap - 1 for tap in taps]
+        args = (x, held[0], held[1] if len(held) > 1 else None, [1, 1], around, [1, 1])
+        blocks = ctx.call(node, aten.convolution.default, (*args, False, [0, 0], 1))
+        blocks = ctx.call(node, aten.reshape.default, (blocks, [n, rows, columns, out, high, long]))
         ordered = ctx.call(node, aten.permute.default, (blocks, [0, 4, 1, 5, 2, 3]))
         whole = ctx.call(node, aten.reshape.default, (ordered, [n, lines, line, out]))
         image = ctx.call(node, aten.permute.default, (whole, [0, 3, 1, 2]))
+        for i in range(2):
+            behind = taps[i] * stride[i] + padding[i] - sizes[i] - extra[i]
+            if padding[i] or behind:
+                end = -behind if behind else 2**63 - 1
+                image = ctx.call(node, aten.slice.Tensor, (image, 2 + i, padding[i], end))
         node.replace_all_uses_with(image)
+        module.graph.erase_node(node)
+
+
+def _flatten_volumes(module: fx.GraphModule, report: GraphReport) -> None:
+    """Write convolutions of volumes as convolutions of images that have the slices of a window as channels."""
+    ctx = Context(module.graph, set(), report, always=True)
+    for node in ctx.nodes(aten.convolution.default):
+        given: tuple[Any, ...] = node.args
+        x, weight, bias, stride, padding, dilation, transposed, _, groups = given
+        plain, value, result = _constant(module, weight), val(x), val(node)
+        if plain is None or value is None or result is None or transposed or groups != 1:
+            continue
+        if value.dim() != 5 or value.dtype not in FLOATS or 0 in plain.shape:
+            continue
+        if not all(isinstance(size, int) for size in (*value.shape[1:], *result.shape[1:])):
+            continue
+        last = ctx.call(node, aten.permute.default, (x, [0, 2, 3, 4, 1]))
+        if padding[0]:
+            around = [*[0] * 6, padding[0], padding[0]]
+            last = ctx.call(node, aten.constant_pad_nd.default, (last, around, 0.0))
+        depth, taps = result.shape[2], plain.shape[2]
+        slices = []
+        for tap in range(taps):
+            first = tap * dilation[0]
+            args = (last, 1, first, first + (depth - 1) * stride[0] + 1, stride[0])
+            slices.append(ctx.call(node, aten.slice.Tensor, args))
+        both = slices[0] if taps == 1 else ctx.call(node, aten.cat.default, (slices, -1))
+        channels = taps * plain.shape[1]
+        sizes = [-1, *value.shape[3:], channels]
+        images = ctx.call(node, aten.reshape.default, (both, sizes))
+        images = ctx.call(node, aten.permute.default, (images, [0, 3, 1, 2]))
+        flat = plain.permute(0, 2, 1, 3, 4).reshape(plain.shape[0], channels, *plain.shape[3:])
+        rest = (stride[1:], padding[1:], dilation[1:], False, [0, 0], 1)
+        held = _held(ctx, node, flat.contiguous())
+        images = ctx.call(node, aten.convolution.default, (images, held[0], bias, *rest))
+        images = ctx.call(node, aten.permute.default, (images, [0, 2, 3, 1]))
+        sizes = [-1, depth, *result.shape[3:], plain.shape[0]]
+        volume = ctx.call(node, aten.reshape.default, (images, sizes))
+        volume = ctx.call(node, aten.permute.default, (volume, [0, 4, 1, 2, 3]))
+        node.replace_all_uses_with(volume)
         module.graph.erase_node(node)
 
 

@@ -16,10 +16,11 @@ from ipex_core.fusion.aten import val
 from ipex_core.kernels.policy import has_kernel
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS
+from ipex_core.precompiled.graph import INT8_CONV
 from ipex_core.precompiled.pointwise import Chain, find_chains
 from ipex_core.program import Program, ProgramBuilder, Register
 
-__all__ = ["Call", "Plan", "Run", "Size", "Slot", "lower"]
+__all__ = ["CHOSEN", "Call", "Plan", "Run", "Size", "Slot", "lower"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -110,7 +111,19 @@ class Plan:
     @property
     def calls(self) -> Counter[str]:
         """Name of an op without an instruction -> how often it is called."""
-        return Counter(step.name for step in self.steps if isinstance(step, Call))
+        called = (step for step in self.steps if isinstance(step, Call))
+        return Counter(step.name for step in called if step.op is not CHOSEN)
+
+    @property
+    def linears(self) -> int:
+        """How many linear layers torch computes, since it was measured to be faster."""
+        return sum(isinstance(step, Call) and step.op is CHOSEN for step in self.steps)
+
+    @property
+    def int8_convolutions(self) -> int:
+        """How many instructions are convolutions on 8-bit codes."""
+        programs = (step.program for step in self.steps if isinstance(step, Run))
+        return sum(one.op.startswith("int8_conv") for p in programs for one in p.instructions)
 
     @property
     def instructions(self) -> int:
@@ -118,6 +131,8 @@ class Plan:
         return sum(len(s.program.instructions) for s in self.steps if isinstance(s, Run))
 
 
+#: Stands for a linear layer only where torch's was chosen: elsewhere graphs have it in parts.
+CHOSEN = aten.linear.default
 #: Ops that give a tensor another shape.
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SAME = (aten.alias.default, aten.detach.default)
@@ -131,6 +146,16 @@ def lower(module: fx.GraphModule, forms: Sequence[str | None]) -> Plan:
         forms: For each result the layout it must have, of `forms_of`.
     """
     return _Lowering(module, forms).plan()
+
+
+def is_int8_conv(node: fx.Node) -> bool:
+    """Return whether a node is a convolution of static INT8."""
+    target: Any = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and (target.name() == INT8_CONV)
+    )
 
 
 class _Unfit(Exception):
@@ -154,6 +179,7 @@ class _Lowering:
         self.count = 0
         self.sizes: dict[str, int] = {}
         self.constants: dict[int, Tensor] = {}
+        self.numbers: dict[int, Tensor] = {}
         self.steps: list[Run | Call] = []
         self.done: set[fx.Node] = set()
 
@@ -210,6 +236,12 @@ class _Lowering:
             return value
         raise _Unfit
 
+    def number(self, value: int) -> Register:
+        """Return the register of a constant of no dimensions."""
+        if value not in self.numbers:
+            self.numbers[value] = torch.tensor(value)
+        return self.builder.constant(self.numbers[value])
+
     def integers(self, values: Any) -> list[Any]:
         return [self.integer(value) for value in values]
 
@@ -248,6 +280,8 @@ class _Lowering:
                 result = rule(self, node)
             elif getattr(node.target, "namespace", "") == "ipex":
                 result = self.own(node)
+            elif is_int8_conv(node):
+                result = self.int8_conv(node)
             else:
                 return False
         except _Unfit:
@@ -279,6 +313,22 @@ class _Lowering:
         args = [self.argument(value) for value in node.args]
         kwargs = {key: self.argument(value) for key, value in node.kwargs.items()}
         return self.builder.call(name, *args, **kwargs)
+
+    def int8_conv(self, node: fx.Node) -> Any:
+        """Append a convolution on codes, into the memory of its residual where nothing else reads that."""
+        given = _arguments(node)
+        values = [self.argument(value) for value in given.values()]
+        free = self.dies(node, given["residual"])
+        return self.builder.call("int8_conv_sum_" if free else "int8_conv", *values)
+
+    def dies(self, node: fx.Node, value: Any) -> bool:
+        """Return whether a tensor has memory of its own and ``node`` is the last to read it, once."""
+        if not isinstance(value, fx.Node) or not is_int8_conv(value):
+            return False
+        if list(node.args).count(value) + list(node.kwargs.values()).count(value) != 1:
+            return False
+        others = [user for user in value.users if user is not node]
+        return all(user in self.done and is_int8_conv(user) for user in others)
 
     def argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -719,6 +769,77 @@ def _bmm(low: _Lowering, node: fx.Node) -> Any:
         return low.builder.call("bmm", x, y)
     x, y = (low.builder.call("unsqueeze", one, 0) for one in (x, y))
     return low.builder.call("squeeze", low.builder.call("bmm", x, y), 0)
+
+
+# ---- integers
+
+_WHOLE_NUMBERS = (torch.int32, torch.int64, torch.bool)
+#: Op -> function of the instruction. Codes of 8 bit stay with torch, whose loops are vectors.
+_INTEGERS: dict[Any, str] = {
+    aten.add.Tensor: "add",
+    aten.sub.Tensor: "sub",
+    aten.mul.Tensor: "mul",
+    aten.where.self: "where",
+    aten.remainder.Scalar: "remainder",
+    aten.remainder.Tensor: "remainder",
+    aten.bitwise_and.Tensor: "bitwise_and",
+    aten.bitwise_or.Tensor: "bitwise_or",
+    aten.bitwise_xor.Tensor: "bitwise_xor",
+    **{
+        getattr(aten, name).default: name
+        for name in ("neg", "abs", "minimum", "maximum", "bitwise_not")
+    },
+    **{
+        getattr(getattr(aten, name), overload): name
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+        for overload in ("Scalar", "Tensor")
+    },
+    aten.div.Tensor_mode: "floor_divide",
+}
+
+
+@_rule(*_INTEGERS)
+def _integer(low: _Lowering, node: fx.Node) -> Any:
+    found, kwargs = val(node), dict(node.kwargs)
+    function = _INTEGERS[node.target]
+    if found is None or found.dtype not in _WHOLE_NUMBERS:
+        raise _Unfit
+    if function == "floor_divide" and kwargs.pop("rounding_mode", None) != "floor":
+        raise _Unfit
+    if kwargs or (function == "bitwise_not" and found.dtype == torch.bool):
+        raise _Unfit
+    operands = []
+    for one in node.args:
+        if isinstance(one, fx.Node):
+            if _dtype_of(one) not in _WHOLE_NUMBERS:
+                raise _Unfit
+            operands.append(low.register(one))
+        elif isinstance(one, int):
+            # A tensor that is kept, as the builder knows constants by it.
+            operands.append(low.number(int(one)))
+        else:
+            raise _Unfit
+    return low.builder.call("integer", operands, function, found.dtype)
+
+
+@_rule(aten.gather.default)
+def _gather(low: _Lowering, node: fx.Node) -> Any:
+    a = _arguments(node)
+    found = val(a["self"])
+    if found is None or found.dim() == 0:
+        raise _Unfit
+    return low.builder.call("gather", low.register(a["self"]), a["dim"], low.register(a["index"]))
+
+
+@_rule(aten.index.Tensor)
+def _index(low: _Lowering, node: fx.Node) -> Any:
+    indices: Any = node.args[1]
+    places = [dim for dim, one in enumerate(indices) if one is not None]
+    if len(places) != 1 or _dtype_of(indices[places[0]]) not in (torch.int32, torch.int64):
+        raise _Unfit
+    return low.builder.call(
+        "take", low.register(node.args[0]), places[0], low.register(indices[places[0]])
+    )
 
 
 #: Ops whose result may lie in the memory of their first argument here.

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ipex_core.fusion.aten.linear import packed_by_torch
 from ipex_core.precompiled.graph import Input
-from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
+from ipex_core.precompiled.lower import CHOSEN, Call, Plan, Run, Size, Slot
 
-__all__ = ["Parts", "first_values", "run_plan"]
+__all__ = ["Parts", "first_values", "run_plan", "with_packed_linears"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,41 @@ class Parts:
     ranges: Mapping[str, tuple[int, int | None]]
     conditions: tuple[str, ...]
     memory: tuple[int, int]
+
+
+class _PackedLinear:
+    """A linear layer of torch on a weight that is packed at the first call, for as many rows as that has."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self._made: tuple[int, Callable[[Tensor], Tensor]] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        threads, made = torch.get_num_threads(), self._made
+        if made is None or made[0] != threads:  # the form of MKL depends on it
+            rows, mkl = x.numel() // x.shape[-1], bool(torch._C.has_mkl)
+            made = threads, packed_by_torch(self._weight, self._bias, rows, mkl)
+            self._made = made
+        return made[1](x)
+
+
+def with_packed_linears(plan: Plan) -> Plan:
+    """Return a plan to run, whose linear layers of torch have weights in the form that is fast here.
+
+    Such a form holds for one process, so that neither plans nor files have it.
+    """
+
+    def packed(step: Run | Call) -> Run | Call:
+        if not isinstance(step, Call) or step.op is not CHOSEN:
+            return step
+        x, *slots = (*step.args, *(value for _, value in step.kwargs), None)[:3]
+        weight, bias = (plan.constants.get(s.index) if s is not None else None for s in slots)
+        plain = weight is not None and weight.dtype == torch.float32
+        if not plain or (slots[1] is not None and bias is None):
+            return step
+        return dataclasses.replace(step, op=_PackedLinear(weight, bias), args=(x,), kwargs=())
+
+    return dataclasses.replace(plan, steps=tuple(map(packed, plan.steps)))
 
 
 def first_values(plan: Plan) -> list[Any]:
@@ -90,10 +126,22 @@ def run_plan(
     return results
 
 
+#: Ops of torch that read views as they are; to lay codes of images out anew would cost more than these do.
+_ANY_STRIDES = frozenset(
+    {
+        torch.ops.aten.maximum.default,
+        torch.ops.aten.constant_pad_nd.default,
+        torch.ops.aten.sum.dim_IntList,
+    }
+)
+
+
 def _called(step: Call, values: list[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    any_strides = step.op in _ANY_STRIDES
+
     def given(value: Any) -> Any:
         if isinstance(value, Slot):
-            return _laid_out(values[value.index])
+            return values[value.index] if any_strides else _laid_out(values[value.index])
         if isinstance(value, Size):
             return numbers[value.index]
         return [given(one) for one in value] if isinstance(value, tuple) else value

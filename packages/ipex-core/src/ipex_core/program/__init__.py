@@ -183,7 +183,7 @@ class ProgramBuilder:
             builtin.check(*values)
         results = tuple(self._register("tensor") for _ in range(signature.results))
         if builtin is not None and builtin.view:
-            self._roots[results[0].index] = self._roots[values[0].index]
+            self._roots[results[0].index] = self._roots[values[builtin.shares].index]
         self._instructions.append(Instruction(name, values, tuple(r.index for r in results)))
         if not results:
             return None

@@ -18,6 +18,8 @@ import torch
 from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.program import tensors
+from ipex_core.program.int8 import INT8_CONV, RESIDUAL, check_int8_conv, int8_conv
+from ipex_core.program.integers import check_integer, gather, integer, take
 from ipex_core.program.pointwise import POINTWISE, check_pointwise, pointwise
 
 __all__ = ["BUILTINS", "POINTWISE", "Builtin"]
@@ -30,7 +32,8 @@ class Builtin:
     Attributes:
         schema: As in `OpSpec`.
         reference: The instruction in plain PyTorch.
-        view: Whether the result may share the memory of the first argument.
+        view: Whether the result may share the memory of an argument.
+        shares: Which argument that is.
         check: Checks, when a program is built, what is known of the arguments then: registers stand for the rest.
     """
 
@@ -38,6 +41,7 @@ class Builtin:
     reference: Callable[..., Any]
     view: bool = False
     check: Callable[..., None] | None = None
+    shares: int = 0
 
 
 def _check_ids(op: str, argument: str, ids: torch.Tensor, rows: int) -> None:
@@ -220,6 +224,18 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
             ' str activation="none") -> Tensor',
             tensors.depthwise_convolution,
             check=tensors.check_depthwise_convolution,
+        ),
+        "integer": Builtin(
+            "(Tensor[] inputs, str function, ScalarType dtype) -> Tensor",
+            integer,
+            check=check_integer,
+        ),
+        "take": Builtin("(Tensor x, int dim, Tensor index) -> Tensor", take),
+        "gather": Builtin("(Tensor x, int dim, Tensor index) -> Tensor", gather),
+        "int8_conv": Builtin(INT8_CONV.format("Tensor?"), int8_conv, check=check_int8_conv),
+        # Writes the result into the residual.
+        "int8_conv_sum_": Builtin(
+            INT8_CONV.format("Tensor(a!)"), int8_conv, True, check_int8_conv, RESIDUAL
         ),
         "group_norm": Builtin(
             "(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> Tensor",

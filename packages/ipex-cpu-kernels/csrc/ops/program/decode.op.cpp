@@ -189,6 +189,7 @@ class Decoder {
     const Entry* entry = find(one.op);
     IPEX_CHECK(entry, "there is no native function of this name");
     one.function = entry->function;
+    program_->has_team = program_->has_team && !has_own_threads(one.op);
     const size_t arguments = count();
     IPEX_CHECK(arguments == entry->parameters.size(), "must have ", entry->parameters.size(),
                " arguments, got ", arguments);

@@ -39,6 +39,7 @@ struct Program {
   size_t registers = 0;
   std::vector<Instruction> instructions;
   std::vector<Output> outputs;
+  bool has_team = true;  // every instruction runs within a team
   // Parallel loops of the last run.
   mutable std::atomic<int64_t> loops{std::numeric_limits<int64_t>::max()};
 };
@@ -46,5 +47,9 @@ struct Program {
 // Decodes what ipex_core.program.native encodes: words, and a text that they point into.
 std::shared_ptr<const Program> decode(const Tensor& code, const Tensor& text,
                                       const std::vector<Tensor>& constants);
+
+// Whether an instruction calls a library that spreads its work over threads itself, which it cannot
+// do within a team.
+bool has_own_threads(const std::string& op);
 
 }  // namespace ipex::program

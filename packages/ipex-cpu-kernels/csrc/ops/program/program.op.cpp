@@ -88,7 +88,7 @@ constexpr int64_t kLoopsWorthTeam = 8;
 template <class F>
 void run_with_team(const Program& program, const F& f) {
   const int64_t before = parallel_loops();
-  if (program.loops.load(std::memory_order_relaxed) < kLoopsWorthTeam)
+  if (!program.has_team || program.loops.load(std::memory_order_relaxed) < kLoopsWorthTeam)
     f();
   else
     with_team(f);

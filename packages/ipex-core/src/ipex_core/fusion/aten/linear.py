@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,8 +44,11 @@ __all__ = [
     "find_activations",
     "fuse_gated",
     "fuse_post_ops",
+    "leave_linears",
     "measured_linear",
+    "measured_step",
     "pack_linears",
+    "packed_by_torch",
     "unflattened",
     "unpack_linears",
 ]
@@ -114,6 +116,15 @@ def _interleaved_fake(gate: Tensor, up: Tensor) -> Tensor:
 
 
 torch.library.register_fake("ipex_core::interleave_gate_up", _interleaved_fake, lib=_library)
+
+# What stands for a layer of torch while a graph is traced, which would take `aten::linear` apart.
+_library.define("torch_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("torch_linear", functional.linear, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "ipex_core::torch_linear",
+    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    lib=_library,
+)
 
 
 # ---- packing
@@ -444,13 +455,18 @@ _known: dict[Any, str | None] = {}
 
 
 def against_ours(
-    key: tuple[Any, ...], runs: Callable[[], dict[str, Callable[[], torch.Tensor]]]
+    key: tuple[Any, ...],
+    runs: Callable[[], dict[str, Callable[[], torch.Tensor]]],
+    default: str = "stock",
+    cold: bool = False,
 ) -> str | None:
     """Return why stock code is to run, None if ours was measured to be faster; once in a process.
 
     Args:
         key: What the times depend on, but for the number of threads.
         runs: Makes the candidates, ``"stock"`` and ``"ipex"``, on data of their own.
+        default: The one that is taken unless the other is faster by more than times differ from run to run.
+        cold: Whether the data is to come from memory.
     """
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, and a measurement may come out either way"
@@ -462,7 +478,7 @@ def against_ours(
             torch.no_grad(),
             torch._C._AutoDispatchBelowAutograd(),
         ):
-            best, text = fastest(runs(), _SECONDS)
+            best, text = fastest(runs(), _SECONDS, default, cold)
         _known[key] = None if best == "ipex" else f"measured: {text}"
     return _known[key]
 
@@ -506,24 +522,149 @@ def _linears(
     n: int, k: int, rows: int, biased: bool, mkl: bool, activation: str
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return what computes a linear layer in float32: Inductor's choice and ours."""
-    from ipex_core.ops.linear import activate
-    from ipex_core.packing import onednn
-    from ipex_core.packing.parameter import pack
-
-    n = min(n, 2048)  # the rest is more of the same
+    n = min(n, _MOST_OUT)
     x, weight = numbers(rows, k), numbers(n, k)
     bias = torch.zeros(n) if biased else None
     packed = torch.ops.ipex.pack_linear_weight(weight)
-    runs = {"ipex": lambda: torch.ops.ipex.linear(x, packed, n, bias, None, activation)}
+    stock = packed_by_torch(weight, bias, rows, mkl)
+    return {
+        "ipex": lambda: torch.ops.ipex.linear(x, packed, n, bias, None, activation),
+        # The ops of torch take the time of Inductor's loops for these.
+        "stock": lambda: activate(stock(x), activation),
+    }
+
+
+#: Rows of a weight that are timed: the rest is more of the same.
+_MOST_OUT = 2048
+
+
+def packed_by_torch(
+    weight: Tensor, bias: Tensor | None, rows: int, mkl: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return a linear layer in float32 on a weight in the form of MKL or of oneDNN.
+
+    Args:
+        weight: ``[N, K]``.
+        bias: ``[N]`` or None.
+        rows: Rows of the input.
+        mkl: Whether MKL computes it; else oneDNN.
+    """
     if mkl:
         for_mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
-        stock = functools.partial(torch.ops.mkl._mkl_linear, x, for_mkl, weight, bias, rows)
-    else:
-        for_onednn = pack(weight, "mkldnn")
-        stock = functools.partial(onednn.linear, x, for_onednn, bias)
-    # The ops of torch take the time of Inductor's loops for these.
-    runs["stock"] = lambda: activate(stock(), activation)
-    return runs
+        return lambda x: torch.ops.mkl._mkl_linear(x, for_mkl, weight, bias, rows)  # type: ignore[no-any-return]
+    from ipex_core.packing import onednn
+    from ipex_core.packing.parameter import pack
+
+    for_onednn = pack(weight, "mkldnn")
+    return lambda x: onednn.linear(x, for_onednn, bias)
+
+
+# ---- as steps between programs
+
+#: Products of a layer below which no measurement is made: the step costs some 10 us, which nothing wins back.
+_LEAST_WORK = 1 << 23
+#: Products that are timed: rows beyond it are more of the same.
+_MOST_WORK = 1 << 29
+
+
+def leave_linears(ctx: Context) -> None:
+    """Write layers in float32 as ``aten::linear`` where MKL or oneDNN and a step between programs are faster."""
+    if torch.are_deterministic_algorithms_enabled():
+        return
+    for node in ctx.nodes(ipex.linear.default):
+        given = arguments(node)
+        x, bias = val(given["x"]), given["bias"]
+        if x is None or x.dtype != torch.float32 or not static(x.shape) or 0 in x.shape:
+            continue
+        if not ctx.is_constant(given["packed_weight"]):
+            continue
+        if bias is not None and (val(bias) is None or val(bias).dtype != x.dtype):  # type: ignore[union-attr]
+            continue
+        added = sum(given[name] is not None for name in ("residual", "residual2"))
+        rows, k = x.shape[:-1].numel(), int(x.shape[-1])
+        layer = _Layer(
+            *(rows, k, int(given["out_features"]), bias is not None, given["activation"]),
+            *(given["gate"], given["mul"] is not None, added),
+        )
+        reason = measured_step(layer)
+        if reason is not None:
+            ctx.reject("linear", node, "ipex::linear", reason)
+            _unpack(ctx, node, given, layer.weights, torch.ops.ipex_core.torch_linear.default)
+    for node in ctx.nodes(torch.ops.ipex_core.torch_linear.default):
+        node.target = aten.linear.default
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A linear layer with what follows it, as our kernel computes it at once."""
+
+    rows: int
+    k: int
+    n: int
+    biased: bool
+    activation: str
+    gate: str
+    product: bool
+    added: int
+
+    @property
+    def weights(self) -> int:
+        """Rows of the weight."""
+        return weight_rows(self.n, self.gate)
+
+
+def measured_step(layer: _Layer) -> str | None:
+    """Return why a program is to be cut for a layer of torch; None if ours was measured to be as fast."""
+    if layer.rows * layer.k * layer.weights < _LEAST_WORK or _table_holds():
+        return None
+    most = _MOST_OUT if layer.gate == "none" else _MOST_OUT // 2
+    n = min(layer.n, most)
+    rows = max(min(layer.rows, _MOST_WORK // (weight_rows(n, layer.gate) * layer.k)), 16)
+    timed = dataclasses.replace(layer, n=n, rows=min(rows, layer.rows))
+    mkl = bool(torch._C.has_mkl)
+    return against_ours(("step", timed, mkl), lambda: _steps(timed, mkl), "ipex", cold=True)
+
+
+def _steps(layer: _Layer, mkl: bool) -> dict[str, Callable[[], Tensor]]:
+    """Return what computes a layer: our kernel, and a layer of torch with a program behind it."""
+    from ipex_core.program import ProgramBuilder
+    from ipex_core.program.builtins import POINTWISE
+
+    x, weight = numbers(layer.rows, layer.k), numbers(layer.weights, layer.k)
+    bias = torch.zeros(layer.weights) if layer.biased else None
+    packed = ipex.pack_linear_weight(weight)
+    others = [numbers(layer.rows, layer.n) for _ in range(layer.product + layer.added)]
+    mul, first, second, *_ = (*([None] * (not layer.product)), *others, None, None)
+    args = (x, packed, layer.n, bias, first, layer.activation, mul, second, layer.gate)
+    products = [
+        packed_by_torch(w, b, layer.rows, mkl)
+        for w, b in _plain_weights(weight, bias, layer.n, layer.gate)
+    ]
+    kind = layer.activation if layer.gate == "none" else layer.gate
+    names = [*([kind] if kind != "none" else []), *["mul"] * (layer.gate != "none")]
+    names += [*["mul"] * layer.product, *["add"] * layer.added]
+    builder = ProgramBuilder()
+    count = len(products) + len(others)
+    inputs = [builder.input(str(i)) for i in range(count)]
+    code: list[int] = []
+    last, read = 0, 1
+    for number, name in enumerate(names):
+        unary = name not in ("mul", "add")
+        code += [POINTWISE.index(name), last, -1 if unary else read, -1]
+        last, read = count + number, read + (not unary)
+    # Where nothing follows, a tiny program stands for the one that the step ends.
+    code = code or [POINTWISE.index("neg"), 0, -1, -1]
+    program = builder.build([builder.call("pointwise", inputs, code, [], torch.float32)])
+    tiny = torch.zeros(1)
+
+    def stock() -> Tensor:
+        found = [product(x) for product in products]
+        if names:
+            return program.run(*found, *others)[0]
+        program.run(tiny)
+        return found[0]
+
+    return {"ipex": lambda: ipex.linear(*args), "stock": stock}
 
 
 # --- back to Inductor -----------------------------------------------------------------------------------------------
@@ -545,13 +686,25 @@ def unpack_linears(ctx: Context) -> None:
         reason = measured_linear(x.dtype, n, k, rows, bias is not None, given["activation"])
         if reason is not None:
             ctx.reject("linear", node, "ipex::linear", reason)
-            _unpack(ctx, node, given, n)
+            _unpack(ctx, node, given, n, functional.linear)
+
+
+def _plain_weights(
+    weight: Tensor, bias: Tensor | None, out_features: int, gate: str
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of a layer, or of its gate and of what that multiplies."""
+    if gate == "none":
+        return [(weight, bias)]
+    weights = deinterleave_gate_up(weight, out_features)
+    biases = (None, None) if bias is None else deinterleave_gate_up(bias, out_features)
+    return list(zip(weights, biases, strict=True))
 
 
 def _plain(
     x: Tensor,
     packed_weight: Tensor,
     rows: int,
+    linear: Callable[..., Tensor],
     out_features: int,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -561,29 +714,29 @@ def _plain(
     gate: str,
 ) -> Tensor:
     weight = ipex.unpack_linear_weight(packed_weight, rows, x.shape[-1], x.dtype)
-    if gate == "none":
-        y = activate(functional.linear(x, weight, bias), activation)
-    else:
-        weights = deinterleave_gate_up(weight, out_features)
-        biases = (None, None) if bias is None else deinterleave_gate_up(bias, out_features)
-        first, up = (functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
-        y = activate(first, gate) * up
+    found = [linear(x, w, b) for w, b in _plain_weights(weight, bias, out_features, gate)]
+    y = activate(found[0], activation) if len(found) == 1 else activate(found[0], gate) * found[1]
     return apply_epilogue(y, out_features, None, "none", mul, residual, residual2)
 
 
-def _unpack(ctx: Context, node: fx.Node, given: dict[str, Any], n: int) -> None:
-    """Put the plain ops of a layer in its place."""
+def _unpack(
+    ctx: Context, node: fx.Node, given: dict[str, Any], n: int, linear: Callable[..., Tensor]
+) -> None:
+    """Put the plain ops of a layer, whose product ``linear`` computes, in its place."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     names = [name for name, value in given.items() if isinstance(value, fx.Node)]
 
     def function(*values: Tensor) -> Tensor:
-        return _plain(rows=n, **{**given, **dict(zip(names, values, strict=True))})
+        bound = {**given, **dict(zip(names, values, strict=True))}
+        return _plain(rows=n, linear=linear, **bound)
 
+    # Programs have functions for activations as a whole.
+    table = select_decomp_table() if linear is functional.linear else {}
     with ctx.fake_mode(), torch.no_grad():
         values = [val(given[name]) for name in names]
-        plain = make_fx(function, select_decomp_table())(*values).graph
+        plain = make_fx(function, table)(*values).graph
     inputs = plain.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(inputs, (given[n] for n in names), strict=True))
     with ctx.graph.inserting_before(node):
