@@ -43,7 +43,7 @@ class Parts:
 
 
 class _PackedLinear:
-    """A linear layer of torch on a weight that is packed at the first call, for as many rows as that has."""
+    """A linear layer of torch on a weight that is packed at the first call, for its number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -69,8 +69,7 @@ def with_packed_linears(plan: Plan) -> Plan:
             return step
         x, *slots = (*step.args, *(value for _, value in step.kwargs), None)[:3]
         weight, bias = (plan.constants.get(s.index) if s is not None else None for s in slots)
-        plain = weight is not None and weight.dtype == torch.float32
-        if not plain or (slots[1] is not None and bias is None):
+        if weight is None or weight.dtype != torch.float32 or (bias is None) != (slots[1] is None):
             return step
         return dataclasses.replace(step, op=_PackedLinear(weight, bias), args=(x,), kwargs=())
 
@@ -126,7 +125,7 @@ def run_plan(
     return results
 
 
-#: Ops of torch that read views as they are; to lay codes of images out anew would cost more than these do.
+#: Ops of torch that read views as they are; another layout of the codes of images would cost more than these do.
 _ANY_STRIDES = frozenset(
     {
         torch.ops.aten.maximum.default,

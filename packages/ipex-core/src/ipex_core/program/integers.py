@@ -94,7 +94,8 @@ def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Return ``x`` at the places ``index``, of any shape, along ``dim``; negative ones count from the end."""
     dim = _check_dim("take", x, dim)
     _check_index("take", index, -x.shape[dim], x.shape[dim])
-    return x[(*[slice(None)] * dim, index.long())].contiguous()
+    where = (slice(None),) * dim + (index.long(),)
+    return x[where].contiguous()
 
 
 def gather(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

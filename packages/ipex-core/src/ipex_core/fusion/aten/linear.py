@@ -551,7 +551,7 @@ def packed_by_torch(
     """
     if mkl:
         for_mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
-        return lambda x: torch.ops.mkl._mkl_linear(x, for_mkl, weight, bias, rows)  # type: ignore[no-any-return]
+        return lambda x: torch.ops.mkl._mkl_linear(x, for_mkl, weight, bias, rows)
     from ipex_core.packing import onednn
     from ipex_core.packing.parameter import pack
 
@@ -634,15 +634,16 @@ def _steps(layer: _Layer, mkl: bool) -> dict[str, Callable[[], Tensor]]:
     bias = torch.zeros(layer.weights) if layer.biased else None
     packed = ipex.pack_linear_weight(weight)
     others = [numbers(layer.rows, layer.n) for _ in range(layer.product + layer.added)]
-    mul, first, second, *_ = (*([None] * (not layer.product)), *others, None, None)
+    given = [None] * (not layer.product) + others + [None, None]
+    mul, first, second = given[:3]
     args = (x, packed, layer.n, bias, first, layer.activation, mul, second, layer.gate)
     products = [
         packed_by_torch(w, b, layer.rows, mkl)
         for w, b in _plain_weights(weight, bias, layer.n, layer.gate)
     ]
     kind = layer.activation if layer.gate == "none" else layer.gate
-    names = [*([kind] if kind != "none" else []), *["mul"] * (layer.gate != "none")]
-    names += [*["mul"] * layer.product, *["add"] * layer.added]
+    names = [kind] * (kind != "none") + ["mul"] * (layer.gate != "none")
+    names += ["mul"] * layer.product + ["add"] * layer.added
     builder = ProgramBuilder()
     count = len(products) + len(others)
     inputs = [builder.input(str(i)) for i in range(count)]
