@@ -131,7 +131,7 @@ def test_add_an_op(tmp_path: Path) -> None:
 def test_add_a_kernel_and_a_level(tmp_path: Path) -> None:
     files = blocks()
     folder = tmp_path / KERNELS
-    for part in ("csrc/include", "cmake"):
+    for part in ("csrc/include", "csrc/cpp", "cmake"):
         shutil.copytree(ROOT / KERNELS / part, folder / part)
     for name in ("CMakeLists.txt",):
         shutil.copy(ROOT / KERNELS / name, folder / name)

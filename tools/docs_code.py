@@ -54,6 +54,9 @@ ELSEWHERE = {
         *("ipex bench", "ipex demo", "ipex llm bench"),
     ),
     "does not end: tests of the server": ("ipex llm serve", "curl "),
+    "needs a server that runs; the session clients has guidellm": (
+        *("guidellm run", "python packages/ipex-llm/benchmarks/neighbors.py"),
+    ),
     "needs vLLM: the session vllm": (
         "VLLM_PLUGINS=",
         "vllm serve",

@@ -73,7 +73,9 @@ def ipex_side(model: str, streams: int, eager: bool) -> Callable[[list[list[int]
     import ipex
     from ipex_llm.engine import Engine, SamplingParams
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, trust_remote_code=False
+    )
     prepared = ipex.llm.optimize(loaded.eval(), dtype=torch.bfloat16)
     engine = Engine(
         prepared,

@@ -64,7 +64,10 @@ CONVS, LINEARS = 8, 2
 
 @torch.no_grad()
 def test_compiled(model: Any) -> None:
-    compiled = torch.compile(copy.deepcopy(model), backend="ipex", fullgraph=True, dynamic=False)
+    inductor = {"ipex.program": False}
+    compiled = torch.compile(
+        copy.deepcopy(model), backend="ipex", fullgraph=True, dynamic=False, options=inductor
+    )
     x = images()
     found, sources = run_and_get_code(compiled, x)
     torch.testing.assert_close(found, model(x), atol=0.02, rtol=0)
@@ -78,6 +81,11 @@ def test_compiled(model: Any) -> None:
     assert "mkldnn" not in source and "mm(" not in "\n".join(lines)
     # All but the one before the mean over positions give codes.
     assert sum("torch.uint8" in line for line in convs) == CONVS
+    torch.compiler.reset()
+    program = torch.compile(copy.deepcopy(model), backend="ipex", fullgraph=True, dynamic=False)
+    found, sources = run_and_get_code(program, x)
+    assert not sources  # a program, none of whose code Inductor writes
+    torch.testing.assert_close(found, model(x), atol=0.02, rtol=0)
 
 
 @torch.no_grad()
