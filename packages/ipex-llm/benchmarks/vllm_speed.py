@@ -24,16 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: The shape of TinyLlama-1.1B.
-LLAMA = {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
 SHORT, NEW = 32, 48
 
 
@@ -141,24 +131,6 @@ class Side:
         return (whole - first) / NEW
 
 
-def make(folder: Path) -> str:
-    """Save a Llama of random weights, and return its folder."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA)).bfloat16()
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(0, 0.02)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -173,7 +145,12 @@ def main() -> None:
         child(arguments.side, arguments.model, max(arguments.streams), arguments.eager)
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or make(Path(folder, "llama"))
+        model = arguments.model
+        if model is None:
+            from ipex_llm.model_loader.make import make_folder
+
+            model = str(Path(folder, "llama"))
+            make_folder(Path(model), "1b")
         sides = {name: Side(name, arguments, model) for name in SIDES}
         works: dict[str, Callable[[Side, int], float]] = {
             f"ms for a token of {n} stream{'s' * (n > 1)}": lambda side, turn, n=n: side.step(

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import FLOATS, check
-from ipex_core.ops.rotary_embedding import table_rows
+from ipex_core.library.spec import FLOATS
+from ipex_core.ops.kv_cache import check_slots
+from ipex_core.ops.rotary_embedding import check_rows, rows_with_offsets, table_rows
 from ipex_core.ops.rotary_embedding_and_cache import cache_places
 from ipex_xpu_kernels._launch import kernel, launch_columns, launch_rows
 
@@ -61,9 +62,7 @@ def _writer(op: str) -> Callable[..., bool]:
             return False
         capacity = key_cache.shape[0] * key_cache.shape[2]
         slots = slot_mapping.cpu().long()
-        for slot in slots[slots >= capacity][:1].tolist():
-            text = f"hold slots below num_blocks * block_size = {capacity}"
-            check(False, op, "slot_mapping", text, slot)
+        check_slots(op, slots, capacity)
         places = _last_of_each(slots).to(key.device)
         _write(key, key_cache, places, k_scale, key_scales)
         _write(value, value_cache, places, v_scale, value_scales)
@@ -139,18 +138,8 @@ def _batched(
 ) -> bool:
     if query.dtype not in FLOATS:
         return False
-    rows = positions.long().flatten()
-    count = cos_sin_cache.shape[0]
-    places = rows.cpu()
-    given = places.tolist()
-    if cos_sin_cache_offsets is not None:
-        offsets = cos_sin_cache_offsets.cpu().flatten().long()
-        valid = (places >= 0) & (places < count) & (offsets >= 0) & (offsets < count)
-        places = torch.where(valid, places + offsets, -1)
-        rows = places.to(rows.device)
-    for i in ((places < 0) | (places >= count)).nonzero()[:1].flatten().tolist():
-        wanted = f"hold (with their offsets) rows of cos_sin_cache in [0, {count})"
-        check(False, "rotary_embedding_batched", "positions", wanted, given[i])
+    places = rows_with_offsets(positions, cos_sin_cache_offsets, cos_sin_cache.shape[0])
+    rows = places.to(positions.device)
     return _rotate(positions, query, key, head_size, cos_sin_cache[rows], is_neox)
 
 
@@ -166,11 +155,7 @@ def _table(
 ) -> bool:
     if query.dtype not in FLOATS:
         return False
-    places = positions.cpu().flatten()
-    count = cos_sin_cache.shape[0]
-    for row in places[(places < 0) | (places >= count)][:1].tolist():
-        wanted = f"hold rows of cos_sin_cache in [0, {count})"
-        check(False, "rotary_embedding_table", "positions", wanted, row)
+    check_rows("rotary_embedding_table", positions.cpu(), cos_sin_cache.shape[0])
     rows = cos_sin_cache[positions.long().flatten()]
     return _rotate(positions, query, key, head_size, rows, is_neox, rope_dim_offset, inverse)
 

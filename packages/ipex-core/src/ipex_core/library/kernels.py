@@ -144,6 +144,8 @@ def register(spec: OpSpec) -> OpSpec:
     torch.library.register_fake(qualname, _fake_kernel(spec), lib=LIBRARY)
     LIBRARY.impl(spec.name, _autograd_kernel(spec, overload), "Autograd", with_keyset=True)
     if spec.autocast is not None:
+        arguments = spec.schema.partition("->")[0]
+        _required_tensors[spec.name] = sum(map(arguments.count, ("Tensor ", "Tensor[] ")))
         for device in _AUTOCAST_DEVICES:
             kernel = _autocast_kernel(spec.name, overload, device)
             LIBRARY.impl(spec.name, kernel, f"Autocast{device.upper()}")
@@ -246,6 +248,8 @@ def _autograd_kernel(spec: OpSpec, overload: Any) -> Callable[..., Any]:
     return kernel
 
 
+#: Op with a rule -> how many arguments in front are tensors, or lists of them, that must be given.
+_required_tensors: dict[str, int] = {}
 #: Op -> the rule that it follows in place of its own.
 _other_rules: dict[str, AutocastRule] = {}
 
@@ -285,7 +289,7 @@ def _autocast_dtype(name: str, device: str, args: Sequence[Any]) -> torch.dtype 
     if rule == "widest_type":
         first = itertools.chain.from_iterable(
             value if isinstance(value, (list, tuple)) else (value,)
-            for value in args[: _required_tensors(name)]
+            for value in args[: _required_tensors[name]]
         )
         dtypes = {value.dtype for value in first if _eligible(value, device)}
         # Two different ones of these three always promote to float32.
@@ -295,12 +299,6 @@ def _autocast_dtype(name: str, device: str, args: Sequence[Any]) -> torch.dtype 
     ):
         return None
     return torch.get_autocast_dtype(device)
-
-
-def _required_tensors(name: str) -> int:
-    # As many arguments in front are tensors, or lists of them, that must be given.
-    arguments = _SPECS[name].schema.partition("->")[0]
-    return arguments.count("Tensor ") + arguments.count("Tensor[] ")
 
 
 def _eligible(value: Any, device: str) -> bool:
@@ -330,7 +328,7 @@ def _autocast_kernel(name: str, overload: Any, device: str) -> Callable[..., Any
                 return overload(*args, **kwargs)
             return overload(
                 *(_cast(value, dtype, device) for value in args),
-                **{key: _cast(value, dtype, device) for key, value in kwargs.items()},
+                **{one: _cast(value, dtype, device) for one, value in kwargs.items()},
             )
 
     return kernel

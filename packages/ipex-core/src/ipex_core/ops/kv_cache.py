@@ -240,6 +240,13 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 # --- the op -----------------------------------------------------------------------------------------------------------
 
 
+def check_slots(op: str, slots: Tensor, capacity: int) -> None:
+    """Check that slots lie in a cache of ``capacity`` slots. Reads data: references call it, fakes do not."""
+    for slot in slots[slots >= capacity][:1].tolist():
+        text = f"hold slots below num_blocks * block_size = {capacity}"
+        check(False, op, "slot_mapping", text, slot)
+
+
 def _write(
     op: str,
     rows_of: tuple[Tensor, Tensor],
@@ -251,10 +258,8 @@ def _write(
     """Write keys and values; each tuple has what is of the keys, and what is of the values."""
     block_size = caches[0].shape[2]
     capacity = caches[0].shape[0] * block_size
+    check_slots(op, slot_mapping, capacity)
     slots = slot_mapping.tolist()
-    for slot in slots:
-        text = f"hold slots below num_blocks * block_size = {capacity}"
-        check(slot < capacity, op, "slot_mapping", text, slot)
     for rows, cache, scale, scales in zip(rows_of, caches, scale_of, scales_of, strict=True):
         for token, slot in enumerate(slots):
             if slot < 0:

@@ -381,27 +381,33 @@ def _batched(
     Raises:
         RuntimeError: An argument does not fit, or a position has no row; nothing is written then.
     """
-    rows = positions.long().flatten()
-    count = cos_sin_cache.shape[0]
-    given = rows.tolist()
-    if cos_sin_cache_offsets is not None:
-        offsets = cos_sin_cache_offsets.flatten().long()
-        valid = (rows >= 0) & (rows < count) & (offsets >= 0) & (offsets < count)
-        rows = torch.where(valid, rows + offsets, -1)
-    for position, row in zip(given, rows.tolist(), strict=True):
-        check(
-            0 <= row < count,
-            _OP,
-            "positions",
-            f"hold (with their offsets) rows of cos_sin_cache in [0, {count})",
-            position,
-        )
+    rows = rows_with_offsets(positions, cos_sin_cache_offsets, cos_sin_cache.shape[0])
     cos, sin = cos_sin_cache[rows].view(*positions.shape, rot_dim).chunk(2, -1)
     for x in (query, key):
         flat = x.dim() == positions.dim() + 1
         heads = x.unflatten(-1, (x.shape[-1] // head_size, head_size)) if flat else x
         rotated = rotate(heads, cos, sin, rot_dim, is_neox)
         x.copy_(rotated.flatten(-2) if flat else rotated)
+
+
+def rows_with_offsets(positions: Tensor, offsets: Tensor | None, count: int) -> Tensor:
+    """Return the row of a table of ``count`` rows for each token, int64 on the host, after checking them."""
+    given = positions.cpu().flatten().long()
+    rows = given
+    if offsets is not None:
+        offsets = offsets.cpu().flatten().long()
+        valid = (rows >= 0) & (rows < count) & (offsets >= 0) & (offsets < count)
+        rows = torch.where(valid, rows + offsets, -1)
+    for position in given[(rows < 0) | (rows >= count)][:1].tolist():
+        wanted = f"hold (with their offsets) rows of cos_sin_cache in [0, {count})"
+        check(False, _OP, "positions", wanted, position)
+    return rows
+
+
+def check_rows(op: str, positions: Tensor, count: int) -> None:
+    """Check that positions are rows of a table of ``count`` rows. Reads data: references call it, fakes do not."""
+    for row in positions[(positions < 0) | (positions >= count)][:1].tolist():
+        check(False, op, "positions", f"hold rows of cos_sin_cache in [0, {count})", row)
 
 
 def _check_positions(a: Arguments) -> None:
@@ -583,9 +589,7 @@ def _table(
     """
     op = "rotary_embedding_table"
     count, size = cos_sin_cache.shape
-    for row in positions.flatten().tolist():
-        wanted = f"hold rows of cos_sin_cache in [0, {count})"
-        check(0 <= row < count, op, "positions", wanted, row)
+    check_rows(op, positions, count)
     rows = cos_sin_cache[positions.long().flatten()].view(*positions.shape, size)
     cos, sin = rows.chunk(2, -1)
     sin = -sin if inverse else sin

@@ -573,12 +573,12 @@ def leave_linears(ctx: Context) -> None:
         return
     for node in ctx.nodes(ipex.linear.default):
         given = arguments(node)
-        x, bias = val(given["x"]), given["bias"]
+        x, bias = val(given["x"]), val(given["bias"])
         if x is None or x.dtype != torch.float32 or not static(x.shape) or 0 in x.shape:
             continue
         if not ctx.is_constant(given["packed_weight"]):
             continue
-        if bias is not None and (val(bias) is None or val(bias).dtype != x.dtype):  # type: ignore[union-attr]
+        if given["bias"] is not None and (bias is None or bias.dtype != x.dtype):
             continue
         added = sum(given[name] is not None for name in ("residual", "residual2"))
         rows, k = x.shape[:-1].numel(), int(x.shape[-1])
