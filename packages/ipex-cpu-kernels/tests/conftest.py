@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels under test: every level of the build that this machine can run; the others are reported, not hidden.
 
-``import refusals`` works in each test of this folder.
+``import refusals`` and ``import program_calls`` work in each test of this folder.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,14 @@ def level(request: pytest.FixtureRequest) -> str:
 
     with ipex_cpu_kernels.isa(request.param):
         yield request.param
+
+
+@pytest.fixture(params=[1, 2], ids=["one_thread", "two_threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set the number of threads of torch during the test."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_program_tensors import layouts, refused, same, single, threads  # noqa: F401
+from program_calls import layouts, refused, same, single
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.program.integers import INTEGER_FUNCTIONS

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from program_calls import both, layouts, refused, same, single, steps
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.program import ProgramBuilder
@@ -17,49 +18,6 @@ from ipex_core.program.pointwise import POINTWISE_FUNCTIONS
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 CHANNELS_LAST = torch.channels_last
 NAN, INF = float("nan"), float("inf")
-
-
-def single(name, *args):
-    """Return a program of one call and its tensor inputs."""
-    b = ProgramBuilder()
-    inputs = []
-
-    def bound(value):
-        if isinstance(value, torch.Tensor):
-            inputs.append(value)
-            return b.input(f"x{len(inputs)}")
-        return [bound(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-    return b.build([b.call(name, *map(bound, args))]), inputs
-
-
-def both(name, *args):
-    """Return what a call gives natively and what its reference gives."""
-    program, inputs = single(name, *args)
-    assert program.native
-    return program.run(*inputs)[0], program.run_reference(*inputs)[0]
-
-
-def same(name, *args, rtol=0.0, atol=0.0, strides=True):
-    """Compare a native call with its reference."""
-    got, want = both(name, *args)
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
-    if strides and got.numel():
-        assert steps(got) == steps(want)
-    return got
-
-
-def steps(x):
-    """Return the strides of the dimensions that have more than one element."""
-    return [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
-
-
-@pytest.fixture(params=[1, 2], ids=["one_thread", "two_threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- views ----------------------------------------------------------------------------------------------------------
@@ -257,17 +215,6 @@ def test_wrong_code_is_refused_when_a_program_is_built(args, message):
         b.call("pointwise", registers, *rest)
 
 
-def refused(message, name, *args):
-    """Check that both interpreters refuse a call, in the same words."""
-    program, inputs = single(name, *args)
-    texts = []
-    for method in (program.run, program.run_reference):
-        with pytest.raises(RuntimeError, match=message) as caught:
-            method(*inputs)
-        texts.append(str(caught.value))
-    assert texts[0] == texts[1]
-
-
 def test_wrong_inputs_of_pointwise():
     x, add = torch.ones(2, 3), code_of(("add", 0, 1))
     refused("input 1 must have dtype .* got int64", "pointwise", [x, x.long()], add, [], x.dtype)
@@ -304,24 +251,6 @@ def test_casts(dtype, to, threads):
 # --- layouts and copies ---------------------------------------------------------------------------------------------
 
 ITEMS = [torch.bool, torch.float16, torch.float32, torch.int64, torch.complex64]
-
-
-def layouts(dtype, *shape):
-    """Return tensors of one shape, stored in several ways."""
-    torch.manual_seed(0)
-    x = (torch.randn(shape) * 50).to(dtype)
-    order = list(range(x.dim()))[::-1]
-    wide = torch.cat([x, x], -1)
-    return [
-        x,
-        x.permute(order).contiguous().permute(order),
-        wide[..., ::2],
-        wide[..., 1 : 1 + shape[-1]],
-        x.to(memory_format=CHANNELS_LAST),
-        x.transpose(1, 2).contiguous().transpose(1, 2),
-        x[:, :1].expand(shape),
-        x[..., :1].expand(shape),
-    ]
 
 
 @pytest.mark.parametrize("dtype", ITEMS, ids=str)

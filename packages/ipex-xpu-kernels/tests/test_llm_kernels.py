@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ipex_kernels import FLOATS, moved, raises_as_on_the_host, run
+from test_ipex_kernels import FLOATS, raises_as_on_the_host, run
 
 from ipex_core.library.kernels import specs
 from ipex_core.ops.kv_cache import QUANTIZED
@@ -88,9 +88,8 @@ def test_every_format_of_weights() -> None:
             weight = woq_weight(48, 96, format, group)
             for rows in (1, 11):
                 x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows))
-                args = (x, weight, 48)
-                expected = torch.ops.ipex.woq_linear(*args)
-                actual = torch.ops.ipex.woq_linear(*moved(args, "xpu"))  # type: ignore[misc]
+                expected = torch.ops.ipex.woq_linear(x, weight, 48)
+                actual = torch.ops.ipex.woq_linear(x.to("xpu"), weight.to("xpu"), 48)
                 same(actual, expected, 1e-4, 1e-4, f"{format} {group} {rows}")
 
 
