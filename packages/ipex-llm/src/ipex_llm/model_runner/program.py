@@ -9,11 +9,6 @@ write keys and values to a paged cache:
 
 Each returns either the rows after the last norm or the logits of chosen rows. `Emitter` packs the weights of a plan in
 the forms in which programs call them. `Writer` writes one program: inputs, norms, residual stream, head.
-
-In latent attention, what is cached is the latent, and the projections from it are absorbed. A score of a head is
-``q . (U c) = (U^T q) . c`` with the latent ``c``, so queries are projected to the latent once and meet it as it is;
-values are projected from the weighted sum of latents. All heads share one row of the cache, ``[latent | rotated key]``,
-and attention has many query heads to one key and value head.
 """
 
 from __future__ import annotations
@@ -28,13 +23,11 @@ from torch import nn
 from ipex_core.library.spec import FLOATS
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
-from ipex_core.program.pointwise import POINTWISE
 from ipex_core.util import return_free_memory
 from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,
-    LatentPlan,
     LayerPlan,
     LinearPlan,
     MixerPlan,
@@ -42,19 +35,25 @@ from ipex_llm.arch import (
     NormPlan,
     projections,
 )
+from ipex_llm.model_runner.attention import (
+    Latent,
+    check_latent,
+    latent_of,
+    pack_latent,
+    write_attention,
+    write_latent,
+)
 from ipex_llm.model_runner.dense import (
     DIFFERENT,
     MIXED,
     Linear,
     UnsupportedPlan,
     WeightStore,
-    _unpack,
     check_packable,
 )
 from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
 from ipex_llm.model_runner.lora import LoraSites, PackedLinear, write_linear
 from ipex_llm.model_runner.mixer import Mixer, pack_mixer, state_parts, write_mixer
-from ipex_quant.weight_only.linear import WoqLinearModule
 
 Tensor = torch.Tensor
 
@@ -65,10 +64,6 @@ _EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 def rope_key(attention: AttentionPlan) -> str | None:
     """Return a name that attentions with the same rotation share, or None without rotation."""
     return None if attention.rope is None else repr(attention.rope)
-
-
-def _latent(attention: AttentionPlan | MixerPlan | None) -> LatentPlan | None:
-    return attention.latent if isinstance(attention, AttentionPlan) else None
 
 
 @dataclasses.dataclass
@@ -198,7 +193,7 @@ class Emitter:
                 first, last = projections(layer.beside)
                 yield PackedLinear(packed.beside.qkv, (first,), False)
                 yield PackedLinear(packed.beside.output, (last,), False)
-            latent = _latent(layer.attention)
+            latent = latent_of(layer.attention)
             if packed.latent is not None and packed.latent.query is not None:
                 assert latent is not None and latent.query is not None
                 yield PackedLinear(packed.latent.query, (latent.query,), False)
@@ -284,7 +279,7 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         if linear is not None:
             yield (linear,), False
     for layer in plan.layers:
-        latent, mlp = _latent(layer.attention), layer.mlp
+        latent, mlp = latent_of(layer.attention), layer.mlp
         for linear in () if layer.attention is None else projections(layer.attention):
             yield (linear,), False
         for linear in () if layer.beside is None else projections(layer.beside):
@@ -605,258 +600,6 @@ class Writer:
         if norm is None and layer.residual_scale == 1.0 and mlp.shared is None:
             return h, y
         return h, self._scaled(layer, norm, y)
-
-
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
-def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register) -> Register:
-    """Write an attention.
-
-    Args:
-        writer: Writes the program.
-        index: Of the layer.
-        a: Its plan.
-        qkv: Queries, keys and values side by side, and the gates of a gated attention.
-
-    Returns:
-        What the output projection reads.
-    """
-    b = writer.b
-    heads, kv, d = a.heads, a.kv_heads, a.head_dim
-    gates: Register | None = None
-    if a.gated:
-        width = (heads + 2 * kv) * d
-        gates = b.call("narrow", qkv, 1, width, heads * d)
-        qkv = b.call("narrow", qkv, 1, 0, width)
-    rows = b.call("reshape", qkv, [0, heads + 2 * kv, d])
-    q = b.call("narrow", rows, 1, 0, heads)
-    k = b.call("narrow", rows, 1, heads, kv)
-    v = b.call("narrow", rows, 1, heads + kv, kv)
-    if not a.norm_after_rope:
-        q = _head_norm(writer, a, a.query_norm, q, heads)
-        k = _head_norm(writer, a, a.key_norm, k, kv)
-    cache = writer.caches[index]
-    rope = a.rope
-    fused = rope is not None and not writer.scaled and not a.norm_after_rope
-    if rope is not None:
-        cos, sin = writer.ropes[repr(rope)]
-        if fused:
-            b.call(
-                "rotary_embedding_and_cache",
-                *(q, k, v, cache[0], cache[1], sin, cos, writer.slots),
-                *(rope.dim, rope.half, writer.positions),
-                **writer.scales_of(index),
-            )
-        else:
-            b.call("rotary_embedding", q, k, sin, cos, rope.dim, rope.half, writer.positions)
-    if a.norm_after_rope:
-        q = _head_norm(writer, a, a.query_norm, q, heads)
-        k = _head_norm(writer, a, a.key_norm, k, kv)
-    if not fused:
-        scales = writer.scales_of(index)
-        b.call("reshape_and_cache", k, v, cache[0], cache[1], writer.slots, **scales)
-    if a.temperature is not None:
-        wide = b.call("mul", b.call("cast", q, torch.float32), writer.factors[a.temperature])
-        q = b.call("cast", wide, writer.e.store.dtype)
-    out = b.call("empty_like", q)
-    attend(writer, index, a, out, q)
-    result: Register = b.call("reshape", out, [0, heads * d])
-    if gates is not None:
-        opened = [POINTWISE.index("sigmoid"), 1, -1, -1, POINTWISE.index("mul"), 0, 2, -1]
-        result = b.call("pointwise", [result, gates], opened, [], writer.e.store.dtype)
-    return result
-
-
-def _head_norm(
-    writer: Writer, a: AttentionPlan, norm: NormPlan | None, x: Register, heads: int
-) -> Register:
-    if norm is None:
-        return x
-    if a.norm_over == "head":
-        return writer.norm(norm, x)
-    flat = writer.b.call("reshape", x, [0, heads * a.head_dim])
-    result: Register = writer.b.call("reshape", writer.norm(norm, flat), [0, heads, a.head_dim])
-    return result
-
-
-def attend(writer: Writer, index: int, a: AttentionPlan, out: Register, q: Register) -> None:
-    """Write the attention of queries ``[T, heads, width]`` to the cache of a layer, into ``out``."""
-    b, cache = writer.b, writer.caches[index]
-    slopes = None if a.alibi_slopes is None else b.constant(a.alibi_slopes.detach().float())
-    more: dict[str, Any] = {"softcap": a.softcap, **writer.scales_of(index)}
-    if a.sinks is not None:
-        more["sinks"] = b.constant(a.sinks.detach().float())
-    if writer.mode == "decode":
-        b.call(
-            "single_query_cached_kv_attention",
-            *(out, q, cache[0], cache[1], None, a.scale, writer.tables, writer.lengths),
-            *(writer.block_size, writer.max_context, slopes),
-            window_size=-1 if a.window < 0 else a.window + 1,
-            **more,
-        )
-        return
-    b.call(
-        "flash_attn_varlen_func",
-        *(out, q, cache[0], cache[1], writer.starts, writer.key_starts),
-        *(writer.max_query, writer.max_context, a.scale, True, writer.tables, slopes),
-        window_left=a.window,
-        **more,
-    )
-
-
-# --- latent attention -----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Latent:
-    """Packed weights around the latent: uint8 ``[heads, bytes]``, see ``bmm``."""
-
-    keys: Tensor  # of each head [rank + rotated, plain]: queries to latents, zeros behind for the rotated part
-    values: Tensor  # of each head [value_dim, rank]
-    query: Linear | None
-
-
-def check_latent(plan: AttentionPlan | MixerPlan | None) -> None:
-    """Raise UnsupportedPlan if the projection from the latent has a bias."""
-    latent = _latent(plan)
-    if latent is not None and getattr(latent.up, "bias", None) is not None:
-        raise UnsupportedPlan("the projection from the latent has a bias")
-
-
-@torch.no_grad()
-def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
-    """Pack the projections from the latent.
-
-    Raises:
-        UnsupportedPlan: They have a bias, or no plain weight.
-    """
-    latent, rope = plan.latent, plan.rope
-    assert latent is not None and rope is not None
-    up: Any = latent.up
-    check_latent(plan)
-    plain = plan.head_dim - rope.dim
-    quantized = isinstance(up, WoqLinearModule)
-    if quantized:  # small; products of single heads have no quantized form
-        weight = up.dequantize(store.dtype)
-        store._own.append((up, "packed_weight", up.packed()))
-    else:
-        check_packable([up])
-        _unpack(up)
-        weight = up._parameters["weight"].detach().to(store.dtype)
-    heads = weight.view(plan.heads, plain + latent.value_dim, latent.rank)
-    keys = heads.new_zeros(plan.heads, latent.rank + rope.dim, plain)
-    keys[:, : latent.rank] = heads[:, :plain].transpose(1, 2)
-    packed = _pack(keys), _pack(heads[:, plain:])
-    if not quantized:
-        part = _UpPart(*packed, latent.rank, rope.dim, plain, latent.value_dim, store.dtype)
-        store._replace(up, "weight", packed[0], part)
-    query = None if latent.query is None else store.linear(latent.query)
-    return Latent(*packed, query)
-
-
-def _pack(weights: Tensor) -> Tensor:
-    pack = torch.ops.ipex.pack_linear_weight
-    return torch.stack([pack(one.contiguous()) for one in weights])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _UpPart:
-    """Gives the weight of the projection from the latent back."""
-
-    keys: Tensor
-    values: Tensor
-    rank: int
-    rotated: int
-    plain: int
-    value_dim: int
-    dtype: torch.dtype
-
-    def __call__(self) -> Tensor:
-        unpack = torch.ops.ipex.unpack_linear_weight
-        size = self.rank + self.rotated
-        keys = [unpack(one, size, self.plain, self.dtype)[: self.rank].t() for one in self.keys]
-        values = [unpack(one, self.value_dim, self.rank, self.dtype) for one in self.values]
-        both = [part for pair in zip(keys, values, strict=True) for part in pair]
-        return torch.cat(both).contiguous()
-
-
-def write_latent(
-    writer: Writer, index: int, a: AttentionPlan, rows: Register, weights: Latent
-) -> Register:
-    """Write a latent attention.
-
-    Args:
-        writer: Writes the program.
-        index: Of the layer.
-        a: Its plan.
-        rows: What `a.qkv` gives.
-        weights: Of `pack_latent`.
-
-    Returns:
-        What the output projection reads.
-    """
-    b, latent, rope = writer.b, a.latent, a.rope
-    assert latent is not None and rope is not None
-    width, plain = latent.rank + rope.dim, a.head_dim - rope.dim
-    if latent.query is None:
-        first = a.heads * a.head_dim
-        query = b.call("narrow", rows, 1, 0, first)
-    else:
-        assert weights.query is not None
-        first = _features(a)
-        query = b.call("narrow", rows, 1, 0, first)
-        if latent.query_norm is not None:
-            query = writer.norm(latent.query_norm, query)
-        query = writer.linear(weights.query, query)
-    # The row of the cache is made where the projection has written it.
-    row = b.call("narrow", rows, 1, first, width)
-    if latent.norm is not None:
-        low = b.call("narrow", row, 1, 0, latent.rank)
-        b.call("copy_", low, writer.norm(latent.norm, low))
-    row = b.call("reshape", row, [0, 1, width])
-    heads = b.call("reshape", query, [0, a.heads, a.head_dim])
-    turned = b.call("narrow", heads, 2, plain, rope.dim)
-    cos, sin = writer.ropes[repr(rope)]
-    key = b.call("narrow", row, 2, latent.rank, rope.dim)
-    b.call("rotary_embedding", turned, key, sin, cos, rope.dim, rope.half, writer.positions)
-    cache = writer.caches[index]
-    scales = writer.scales_of(index)
-    b.call("reshape_and_cache", row, row, cache[0], cache[1], writer.slots, **scales)
-    # Queries for latents, by heads; the place behind them is for the rotated part.
-    unturned = b.call("transpose", b.call("narrow", heads, 2, 0, plain), 0, 1)
-    absorbed = b.call("bmm", unturned, b.constant(weights.keys), None, 1.0, width)
-    place = b.call("narrow", absorbed, 2, latent.rank, rope.dim)
-    b.call("copy_", place, b.call("transpose", turned, 0, 1))
-    q = b.call("transpose", absorbed, 0, 1)
-    if writer.mode == "decode" and writer.own_cache:
-        kv = b.call("reshape", cache[0], [0, -1, width])
-        out = b.call(
-            "mla_decode_attention",
-            *(q, kv, writer.lengths, a.scale, latent.rank, writer.tables),
-        )
-    else:
-        wide = b.call("empty_like", q)
-        attend(writer, index, a, wide, q)
-        out = b.call("narrow", wide, 2, 0, latent.rank)
-    y = b.call(
-        "bmm",
-        b.call("transpose", out, 0, 1),
-        b.constant(weights.values),
-        None,
-        1.0,
-        latent.value_dim,
-    )
-    result: Register = b.call(
-        "reshape", b.call("transpose", y, 0, 1), [0, a.heads * latent.value_dim]
-    )
-    return result
-
-
-def _features(a: AttentionPlan) -> int:
-    """Return how many features the queries are made of."""
-    module: Any = a.qkv.modules[0]
-    return int(module.out_features)
 
 
 # --- feed-forward blocks: plain, gated, experts ---------------------------------------------------------------------
