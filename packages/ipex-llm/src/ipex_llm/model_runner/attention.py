@@ -10,7 +10,7 @@ and attention has many query heads to one key and value head.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,13 +26,10 @@ from ipex_llm.model_runner.dense import (
 )
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-if TYPE_CHECKING:
-    from ipex_llm.model_runner.program import Writer
-
 Tensor = torch.Tensor
 
 
-def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register) -> Register:
+def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) -> Register:
     """Write an attention.
 
     Args:
@@ -91,7 +88,7 @@ def write_attention(writer: Writer, index: int, a: AttentionPlan, qkv: Register)
 
 
 def _head_norm(
-    writer: Writer, a: AttentionPlan, norm: NormPlan | None, x: Register, heads: int
+    writer: Any, a: AttentionPlan, norm: NormPlan | None, x: Register, heads: int
 ) -> Register:
     if norm is None:
         return x
@@ -102,7 +99,7 @@ def _head_norm(
     return result
 
 
-def attend(writer: Writer, index: int, a: AttentionPlan, out: Register, q: Register) -> None:
+def attend(writer: Any, index: int, a: AttentionPlan, out: Register, q: Register) -> None:
     """Write the attention of queries ``[T, heads, width]`` to the cache of a layer, into ``out``."""
     b, cache = writer.b, writer.caches[index]
     slopes = None if a.alibi_slopes is None else b.constant(a.alibi_slopes.detach().float())
@@ -209,7 +206,7 @@ class _UpPart:
 
 
 def write_latent(
-    writer: Writer, index: int, a: AttentionPlan, rows: Register, weights: Latent
+    writer: Any, index: int, a: AttentionPlan, rows: Register, weights: Latent
 ) -> Register:
     """Write a latent attention.
 
