@@ -84,11 +84,13 @@ def for_onednn(gm):
         (3, {"padding": 2, "dilation": 2, "stride": 2}),
         ((1, 5), {"padding": (0, 2), "stride": (2, 1)}),
         (7, {"padding": 3, "stride": 2}),
+        (3, {"padding": 1, "groups": 3}),
+        (1, {"stride": 2, "groups": 3}),
     ],
 )
 def test_windows(kernel, options, dtype):
-    conv = nn.Conv2d(5, 33, kernel, **options).to(dtype)
-    report, gm = pack(conv, image(2, 5, 13, 11, dtype=dtype))
+    conv = nn.Conv2d(6, 33, kernel, **options).to(dtype)
+    report, gm = pack(conv, image(2, 6, 13, 11, dtype=dtype))
     assert fired(report) == ["nothing"] and calls(gm) == ["ipex.convolution.default"]
 
 
@@ -142,7 +144,8 @@ def test_near_misses():
 @pytest.mark.parametrize(
     ("module", "shape", "reason"),
     [
-        (nn.Conv2d(8, 8, 3, groups=2), (1, 8, 5, 5), "2 groups"),
+        (nn.Conv2d(8, 8, 3, groups=8), (1, 8, 5, 5), "depthwise"),
+        (nn.Conv2d(8, 16, 3, groups=8), (1, 8, 5, 5), "depthwise"),
         (nn.Conv1d(8, 8, 3), (1, 8, 5), "the images are"),
         (nn.Conv3d(2, 4, 1), (1, 2, 3, 3, 3), "the images are"),
         (nn.ConvTranspose2d(8, 8, 3), (1, 8, 5, 5), ""),
@@ -183,9 +186,10 @@ def test_weights_packed_for_onednn(dtype):
     assert not hasattr(gm, "packed")
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("prepare", [None, for_onednn])
 @pytest.mark.parametrize("faster", ["ipex", "stock"])
-def test_measured(faster, prepare, monkeypatch):
+def test_measured(faster, prepare, groups, monkeypatch):
     """The faster one stays, whatever was asked of them has run, and a shape is measured once."""
     times = []
 
@@ -197,7 +201,8 @@ def test_measured(faster, prepare, monkeypatch):
 
     monkeypatch.setattr(linear, "fastest", fastest)
     monkeypatch.setattr(linear, "_known", {})
-    conv, x, y = nn.Conv2d(8, 16, 3, padding=1), image(2, 8, 6, 7), image(2, 16, 6, 7)
+    conv = nn.Conv2d(8, 16, 3, padding=1, groups=groups)
+    x, y = image(2, 8, 6, 7), image(2, 16, 6, 7)
     functions = [
         lambda x, y: F.relu(conv(x)),
         lambda x, y: F.silu(conv(x) + y),

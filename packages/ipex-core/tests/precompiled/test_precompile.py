@@ -160,21 +160,44 @@ def test_batch_norms_with_weights_of_the_call() -> None:
     [
         nn.Conv1d(6, 8, 3, stride=2, padding=1, dilation=2),
         nn.Conv1d(6, 12, 3, groups=3),
+        nn.Conv1d(6, 6, 5, padding=2, groups=6),
     ],
-    ids=["plain", "groups"],
+    ids=["plain", "groups", "depthwise"],
 )
 def test_convolutions_of_sequences(layer: nn.Module) -> None:
-    check(
-        spread(nn.Sequential(layer, nn.BatchNorm1d(layer.out_channels), nn.GELU())),
-        torch.randn(2, 6, 17),
-    )
+    model = spread(nn.Sequential(layer, nn.BatchNorm1d(layer.out_channels), nn.GELU()))
+    assert not check(model, torch.randn(2, 6, 17)).calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_with_groups(dtype: torch.dtype) -> None:
+    """A block of ResNeXt: what follows a convolution with groups is in its instruction."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (nn.Conv2d(24, 48, 1), nn.Conv2d(48, 48, 3, padding=1, groups=4))
+            self.layers = nn.Sequential(
+                *(part for one in layers for part in (one, nn.BatchNorm2d(48), nn.ReLU()))
+            )
+            self.last = nn.Conv2d(48, 24, 1, groups=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.relu(self.last(self.layers(x)) + x)
+
+    n, h = torch.export.Dim("n", max=8), torch.export.Dim("h", min=2, max=64)
+    x = torch.randn(2, 24, 7, 9, dtype=dtype)
+    fast = check(spread(Block()).to(dtype), x, dynamic_shapes=({0: n, 2: h},))
+    assert not fast.calls
+    assert [op for op in ops_of(fast) if "conv" in op] == ["convolution"] * 3
+    assert "pointwise" not in ops_of(fast)
 
 
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
         (nn.ConvTranspose2d(6, 8, 3, stride=2, groups=2, output_padding=1), (2, 6, 5, 4)),
-        (nn.Conv2d(6, 12, 3, padding="same", groups=6), (2, 6, 5, 4)),
+        (nn.Conv2d(6, 12, 3, padding="same", groups=6), (2, 6, 5, 4)),  # two for each channel
         (nn.Conv3d(2, 4, 3, groups=2), (1, 2, 5, 6, 4)),
         (nn.ConvTranspose2d(3, 4, 2, stride=5, output_padding=1), (2, 3, 5, 4)),
     ],

@@ -31,33 +31,59 @@ Tensor = torch.Tensor
 MOST = 4096
 
 
-def pack_convolution(weight: Tensor) -> Tensor:
-    """Pack the weight of a convolution without groups.
+#: Columns of a panel of a packed weight: each group of channels begins with one.
+_PANEL = 32
+
+
+def pack_convolution(weight: Tensor, groups: int = 1) -> Tensor:
+    """Pack the weight of a convolution.
 
     Args:
-        weight: ``[O, C, KH, KW]``, float32, bfloat16 or float16.
+        weight: ``[O, C / groups, KH, KW]``, float32, bfloat16 or float16.
+        groups: Groups of channels.
 
     Returns:
-        `pack_linear_weight` of the weight as ``[O, KH * KW * C]``.
+        `pack_linear_weight` of the weight as ``[O, KH * KW * C / groups]``. With groups, the ``O / groups`` rows of each
+        are followed by rows of zeros up to a multiple of 32.
 
     Example:
         >>> pack_convolution(torch.zeros(32, 3, 5, 5)).numel() == 64 + 32 * 3 * 5 * 5 * 4
         True
     """
-    rows = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
+    rows = _in_panels(weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1), groups)
     packed: Tensor = torch.ops.ipex.pack_linear_weight(rows.contiguous())
     return packed
 
 
-def _depth(x: Tensor, kernel_size: Sequence[int]) -> int:
-    return x.shape[1] * kernel_size[0] * kernel_size[1]
+def _in_panels(rows: Tensor, groups: int) -> Tensor:
+    """Return the rows of a weight as they are packed."""
+    if groups == 1:
+        return rows
+    each = rows.view(groups, -1, rows.shape[1])
+    behind = _packed_rows(rows.shape[0], groups) // groups - each.shape[1]
+    return functional.pad(each, (0, 0, 0, behind)).flatten(0, 1)
 
 
-def _plain(x: Tensor, packed_weight: Tensor, out_channels: int, kernel_size: list[int]) -> Tensor:
-    """Return the weight as ``[out_channels, C, KH, KW]``."""
-    stored = stored_dtype(x, packed_weight)
-    rows = dense.unpack(packed_weight, out_channels, _depth(x, kernel_size), stored)
-    return rows.view(out_channels, *kernel_size, x.shape[1]).permute(0, 3, 1, 2)
+def _packed_rows(out_channels: int, groups: int) -> int:
+    """Return how many rows the packed weight has."""
+    if groups == 1:
+        return out_channels
+    return groups * -(-(out_channels // groups) // _PANEL) * _PANEL
+
+
+def _depth(x: Tensor, kernel_size: Sequence[int], groups: int) -> int:
+    return x.shape[1] // groups * kernel_size[0] * kernel_size[1]
+
+
+def _plain(
+    x: Tensor, packed_weight: Tensor, out_channels: int, kernel_size: list[int], groups: int
+) -> Tensor:
+    """Return the weight as ``[out_channels, C / groups, KH, KW]``."""
+    stored, depth = stored_dtype(x, packed_weight), _depth(x, kernel_size, groups)
+    rows = dense.unpack(packed_weight, _packed_rows(out_channels, groups), depth, stored)
+    rows = rows.view(groups, -1, depth)[:, : out_channels // groups]
+    channels = x.shape[1] // groups
+    return rows.reshape(out_channels, *kernel_size, channels).permute(0, 3, 1, 2)
 
 
 def _convolution(
@@ -71,15 +97,17 @@ def _convolution(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
+    groups: int = 1,
 ) -> Tensor:
-    """Compute ``activation(conv2d(x, weight) + bias + residual)`` with a packed weight, without groups.
+    """Compute ``activation(conv2d(x, weight) + bias + residual)`` with a packed weight.
 
     Products are accumulated in float32 and the result is rounded once. Pairs of numbers are for height and width.
 
     Args:
         x: ``[N, C, H, W]``, float32, bfloat16 or float16; copied unless it is channels-last.
-        packed_weight: Result of `pack_linear_weight` for the weight ``[out_channels, KH * KW * C]`` in the dtype of
-            ``x``: the weight of a stock convolution, with channels as the last dimension.
+        packed_weight: Result of `pack_linear_weight` for the weight ``[out_channels, KH * KW * C / groups]`` in the
+            dtype of ``x``: the weight of a stock convolution, with channels as the last dimension. With groups, the
+            ``out_channels / groups`` rows of each are followed by rows of zeros up to a multiple of 32.
         out_channels: The number of output channels.
         kernel_size: ``[KH, KW]``.
         stride: Steps of the window.
@@ -88,6 +116,7 @@ def _convolution(
         bias: ``[out_channels]`` in the dtype of ``x`` or float32, or None.
         residual: In shape and dtype of the result, or None; copied unless it is channels-last.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"silu"``, of the sum.
+        groups: Groups of channels, which divide ``C`` and ``out_channels``.
 
     Returns:
         ``[N, out_channels, OH, OW]`` in the dtype of ``x``, channels-last.
@@ -96,11 +125,11 @@ def _convolution(
         RuntimeError: For wrong dtypes, shapes or devices.
     """
     stored = stored_dtype(x, packed_weight)
-    depth = _depth(x, kernel_size)
-    dense.check_header("convolution", "packed_weight", packed_weight, out_channels, depth, stored)
+    depth, rows = _depth(x, kernel_size, groups), _packed_rows(out_channels, groups)
+    dense.check_header("convolution", "packed_weight", packed_weight, rows, depth, stored)
     wide = acc(x)
-    weight = _plain(x, packed_weight, out_channels, kernel_size).to(wide.dtype)
-    y = functional.conv2d(wide, weight, None, stride, padding, dilation)
+    weight = _plain(x, packed_weight, out_channels, kernel_size, groups).to(wide.dtype)
+    y = functional.conv2d(wide, weight, None, stride, padding, dilation, groups)
     if bias is not None:
         y = y + bias.to(y.dtype).view(-1, 1, 1)
     if residual is not None:
@@ -133,6 +162,9 @@ def _check(a: Arguments) -> None:
     a.require(a.x.dim() == 4 and a.x.shape[1] > 0, "x", "be 4-D [N, C, H, W] with C > 0", shape)
     check_device(a.op, "packed_weight", a.packed_weight, a.x)
     a.require(a.out_channels > 0, "out_channels", "be positive")
+    whole = a.groups > 0 and a.x.shape[1] % a.groups == 0 and a.out_channels % a.groups == 0
+    of = f"divide the {a.x.shape[1]} channels of x and out_channels = {a.out_channels}"
+    a.require(whole, "groups", of)
     for name, value, least in (
         ("kernel_size", a.kernel_size, 1),
         ("stride", a.stride, 1),
@@ -148,8 +180,8 @@ def _check(a: Arguments) -> None:
         a.op,
         "packed_weight",
         a.packed_weight,
-        a.out_channels,
-        _depth(a.x, a.kernel_size),
+        _packed_rows(a.out_channels, a.groups),
+        _depth(a.x, a.kernel_size, a.groups),
         a.x.dtype,
     )
     for name, tensor, wanted in (
@@ -240,6 +272,34 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     special = x.clone()
     special[0, 0, 0, 0], special[0, 1, 5, 5] = float("nan"), float("inf")
     yield Sample((special, *rest, bias, None, "relu"), id="special_values")
+    yield from _grouped(dtype)
+
+
+def _grouped(dtype: torch.dtype) -> Iterator[Sample]:
+    for name, groups, sizes, window in (
+        ("1x1", 3, (2, 24, 7, 5, 96), ()),
+        ("1x1-stride", 4, (1, 64, 9, 8, 64), (1, 2)),
+        ("3x3-narrow", 8, (1, 32, 9, 10, 32), (3, 1, 1)),
+        ("3x3-odd", 5, (2, 15, 6, 7, 35), (3, 1, 1)),
+        ("3x3-stride", 2, (1, 48, 11, 10, 80), (3, 2, 1)),
+        ("3x3-dilation", 4, (1, 64, 12, 11, 128), (3, 1, 2, 2)),
+        ("3x3-wide", 2, (1, 128, 9, 9, 192), (3, 1, 1)),
+        ("1x7", 16, (1, 48, 3, 40, 48), ([1, 7], 1, [0, 3])),
+        ("single", 6, (1, 6, 5, 5, 12), (3, 1, 1)),
+    ):
+        x, _, *rest, bias = _case(dtype, sizes, *window)
+        depth = _depth(x, rest[1], groups)
+        weight = randn(rest[0], depth, dtype=dtype, seed=8, scale=depth**-0.5)
+        packed = dense.pack(_in_panels(weight, groups))
+        yield Sample((x, packed, *rest, bias, None, "none", groups), id=f"groups-{name}")
+        size = _out_size(x, *rest[1:])
+        residual = randn(sizes[0], *size, sizes[4], dtype=dtype, seed=9).permute(0, 3, 1, 2)
+        for kind in ("relu", "gelu"):
+            last = (bias.float(), residual, kind, groups)
+            yield Sample((x, packed, *rest, *last), id=f"groups-{name}-residual-{kind}")
+    x = x.clone()
+    x[0, 0, 2, 2] = float("inf")  # which the other groups do not see
+    yield Sample((x, packed, *rest, bias, None, "none", groups), id="groups-special_values")
 
 
 #: Of ResNet-50: channels, pixels a side, output channels, window, stride.
@@ -278,10 +338,13 @@ def stock_args(
     padding: list[int],
     dilation: list[int],
     bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, list[int], list[int], list[int]]:
-    """Return the arguments of stock ``conv2d`` for the arguments of the op."""
-    weight = _plain(x, packed_weight, out_channels, kernel_size)
-    return x, weight, bias, stride, padding, dilation
+    residual: Tensor | None = None,
+    activation: str = "none",
+    groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None, list[int], list[int], list[int], int]:
+    """Return the arguments of stock ``conv2d`` for the arguments of the op, without a residual and an activation."""
+    weight = _plain(x, packed_weight, out_channels, kernel_size, groups)
+    return x, weight, bias, stride, padding, dilation, groups
 
 
 register(
@@ -290,7 +353,7 @@ register(
         schema=(
             "(Tensor x, Tensor packed_weight, int out_channels, int[] kernel_size, int[] stride, int[] padding,"
             " int[] dilation, Tensor? bias=None, Tensor? residual=None,"
-            ' str activation="none") -> Tensor'
+            ' str activation="none", int groups=1) -> Tensor'
         ),
         reference=_convolution,
         check=_check,

@@ -427,7 +427,7 @@ def _widen_convolutions(module: fx.GraphModule, report: GraphReport) -> None:
         given: tuple[Any, ...] = node.args
         x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = given
         value, plain = val(x), _constant(module, weight)
-        if value is None or value.dim() != 3 or groups != 1 or (transposed and plain is None):
+        if value is None or value.dim() != 3 or (transposed and plain is None):
             continue
         image = ctx.call(node, aten.unsqueeze.default, (x, 2))
         if plain is None:
@@ -436,7 +436,7 @@ def _widen_convolutions(module: fx.GraphModule, report: GraphReport) -> None:
             (window,) = _held(ctx, node, plain.unsqueeze(2))
         args = (
             *(image, window, bias, [1, *stride], [0, *padding], [1, *dilation]),
-            *(transposed, [0, *output_padding], 1),
+            *(transposed, [0, *output_padding], groups),
         )
         wide = ctx.call(node, aten.convolution.default, args)
         line = ctx.call(node, aten.squeeze.dim, (wide, 2))

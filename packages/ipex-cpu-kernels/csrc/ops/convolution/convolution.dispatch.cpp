@@ -14,15 +14,16 @@
 namespace ipex {
 namespace {
 
-// Copies what the taps of one line of the window see, `line` the first of its pixels in x and
-// `column` the place of the first tap; taps beside the image see zeros.
+// Copies what the taps of one line of the window see of a group, `line` the first of its pixels in
+// x and `column` the place of the first tap; taps beside the image see zeros.
 template <class T>
 void gather_line(const ConvolutionArgs& args, const T* line, int64_t column, T* to) {
-  const int64_t channels = args.channels;
+  const int64_t channels = args.depth();
   const auto bytes = [&](int64_t pixels) {
     return static_cast<size_t>(pixels * channels) * sizeof(T);
   };
-  if (args.dilation_x == 1) {  // neighboring taps see neighboring pixels
+  // Neighboring taps see neighboring pixels, and all of their channels.
+  if (args.dilation_x == 1 && args.groups == 1) {
     const int64_t left = std::clamp<int64_t>(-column, 0, args.taps_x);
     const int64_t end = std::clamp<int64_t>(args.width - column, left, args.taps_x);
     std::memset(to, 0, bytes(left));
@@ -34,14 +35,16 @@ void gather_line(const ConvolutionArgs& args, const T* line, int64_t column, T* 
     if (column < 0 || column >= args.width)
       std::memset(to, 0, bytes(1));
     else
-      std::memcpy(to, line + column * channels, bytes(1));
+      std::memcpy(to, line + column * args.channels, bytes(1));
   }
 }
 
-// The rows [begin, end) of the left-hand side, `stride` elements apart.
+// The rows [begin, end) of the left-hand side of a group, `stride` elements apart.
 template <class T>
-void gather(const ConvolutionArgs& args, int64_t begin, int64_t end, T* to, int64_t stride) {
-  const int64_t size = args.taps_x * args.channels, pixels = args.out_height * args.out_width;
+void gather(const ConvolutionArgs& args, int64_t group, int64_t begin, int64_t end, T* to,
+            int64_t stride) {
+  const T* const x = static_cast<const T*>(args.x) + group * args.depth();
+  const int64_t size = args.taps_x * args.depth(), pixels = args.out_height * args.out_width;
   for (int64_t row = begin; row < end; ++row, to += stride) {
     const int64_t image = row / pixels, pixel = row % pixels;
     const int64_t column = pixel % args.out_width * args.stride_x - args.padding_x;
@@ -53,25 +56,22 @@ void gather(const ConvolutionArgs& args, int64_t begin, int64_t end, T* to, int6
         continue;
       }
       const int64_t first = (image * args.height + line) * args.width * args.channels;
-      gather_line(args, static_cast<const T*>(args.x) + first, column, part);
+      gather_line(args, x + first, column, part);
     }
   }
 }
 
 // The rows [begin, end) of `block`, whose y and addend belong to row 0.
 template <class T>
-void convolve_copies(const ConvolutionArgs& args, int64_t begin, int64_t end, GemmBlock<T> block,
-                     T* copies, char* tiles) {
-  block.rows = end - begin;
-  block.row = begin;
-  block.y += begin * block.y_stride;
-  if (block.addend) block.addend += begin * block.y_stride;
+void convolve_copies(const ConvolutionArgs& args, int64_t group, int64_t begin, int64_t end,
+                     GemmBlock<T> block, T* copies, char* tiles) {
+  place_rows(block, begin, end - begin);
   if (args.in_place()) {
-    block.x_stride = args.k();
-    block.x = static_cast<const T*>(args.x) + begin * block.x_stride;
+    block.x_stride = args.channels;
+    block.x = static_cast<const T*>(args.x) + group * args.depth() + begin * block.x_stride;
   } else {
     block.x_stride = convolution_stride(args.k());
-    gather(args, begin, end, copies, block.x_stride);
+    gather(args, group, begin, end, copies, block.x_stride);
     block.x = copies;
   }
   gemm_block(block, tiles);
@@ -80,30 +80,23 @@ void convolve_copies(const ConvolutionArgs& args, int64_t begin, int64_t end, Ge
 template <class T>
 void run(const ConvolutionArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
          int64_t panel_end, char* rows, char* tiles) {
-  const int64_t column = panel_begin * kPanel;
-  GemmBlock<T> block{};
-  block.epilogue = &args.epilogue;
-  block.w = static_cast<const T*>(args.weight) + panel_begin * panel_size<T>(args.k());
-  block.panels = panel_end - panel_begin;
-  block.k = args.k();
-  block.column = column;
-  block.columns = args.n - column;
-  block.y = static_cast<T*>(args.y) + column;
-  block.y_stride = args.n;
-  if (args.residual) block.addend = static_cast<const T*>(args.residual) + column;
   if constexpr (std::is_same_v<T, float>) {
-    convolve_direct(args, row_begin, row_end, block, rows);
+    convolve_direct<T>(args, row_begin, row_end, panel_begin, panel_end, rows);
   } else {
-#if IPEX_HAVE_AMX
+#if IPEX_HAVE_AVX512_BF16 && !IPEX_HAVE_AMX
     if constexpr (kIsBFloat16<T>) {
-      if (args.by_lines) return convolve_lines(args, row_begin, row_end, block, rows, tiles);
-    }
-#elif IPEX_HAVE_AVX512_BF16
-    if constexpr (kIsBFloat16<T>) {
-      if (args.direct) return convolve_direct(args, row_begin, row_end, block, rows);
+      if (args.direct)
+        return convolve_direct<T>(args, row_begin, row_end, panel_begin, panel_end, rows);
     }
 #endif
-    convolve_copies(args, row_begin, row_end, block, reinterpret_cast<T*>(rows), tiles);
+    for_groups<T>(args, panel_begin, panel_end, [&](int64_t group, const GemmBlock<T>& block) {
+#if IPEX_HAVE_AMX
+      if constexpr (kIsBFloat16<T>) {
+        if (args.by_lines) return convolve_lines(args, row_begin, row_end, block, rows, tiles);
+      }
+#endif
+      convolve_copies(args, group, row_begin, row_end, block, reinterpret_cast<T*>(rows), tiles);
+    });
   }
 }
 

@@ -8,19 +8,24 @@ namespace ipex {
 
 struct ConvolutionArgs {
   const void* x;         // [images, height, width, channels], contiguous
-  const void* weight;    // [n, taps_y * taps_x * channels] as panels of 32 columns, see packed.h
+  const void* weight;    // [groups, n / groups, k()] as panels of 32 columns, see packed.h
   void* y;               // [images * out_height * out_width, n], contiguous
   const void* residual;  // like y, or null
   int64_t height, width, channels;
   int64_t out_height, out_width, n;
   int64_t taps_y, taps_x, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x;
-  Epilogue epilogue;  // bias and activation only
+  int64_t groups = 1;  // of channels, and of the n columns
+  Epilogue epilogue;   // bias and activation only
   // The rows of the product are the pixels of padded lines (see lines.h), some of which y lacks.
   bool by_lines = false;
   // Nothing is copied (see direct.h). Float always; bfloat16 with VDPBF16PS and without tiles.
   bool direct = false;
 
-  int64_t k() const { return taps_y * taps_x * channels; }
+  // The channels that a column sees, the columns that see the same, and their panels.
+  int64_t depth() const { return channels / groups; }
+  int64_t columns() const { return n / groups; }
+  int64_t panels() const { return (columns() + 31) / 32; }
+  int64_t k() const { return taps_y * taps_x * depth(); }
   // The rows of the product are pixels of x as they lie there.
   bool in_place() const {
     return taps_y == 1 && taps_x == 1 && stride_y == 1 && stride_x == 1 && padding_y == 0 &&
@@ -34,11 +39,11 @@ struct ConvolutionArgs {
 // apart share few places of L1.
 inline int64_t convolution_stride(int64_t k) { return (k + 31) / 32 * 32 + 32; }
 
-// Whether tiles can read lines: whole groups of 32 channels, neighboring windows, and few pixels
-// that y lacks.
+// Whether tiles can read lines: one group, whole blocks of 32 channels, neighboring windows, and
+// few pixels that y lacks.
 inline bool convolution_has_lines(const ConvolutionArgs& args) {
-  return !args.in_place() && args.stride_y == 1 && args.stride_x == 1 && args.channels % 32 == 0 &&
-         args.padded_width() * 4 <= args.out_width * 5;
+  return !args.in_place() && args.groups == 1 && args.stride_y == 1 && args.stride_x == 1 &&
+         args.channels % 32 == 0 && args.padded_width() * 4 <= args.out_width * 5;
 }
 
 // Bytes of the places of the steps, and of the lines that `rows` rows see.
@@ -62,7 +67,8 @@ inline constexpr int64_t kDirectPiece = 2048;
 // Whether all that a line of the window sees lies side by side; few channels are worth a copy of
 // the lines with their padding.
 inline bool direct_merged(const ConvolutionArgs& args) {
-  return args.taps_x > 1 && args.dilation_x == 1 && (args.padding_x == 0 || args.channels < 32);
+  return args.taps_x > 1 && args.groups == 1 && args.dilation_x == 1 &&
+         (args.padding_x == 0 || args.channels < 32);
 }
 inline bool direct_copies(const ConvolutionArgs& args) {
   return direct_merged(args) && args.padding_x > 0;
@@ -71,15 +77,15 @@ inline int64_t direct_segments(const ConvolutionArgs& args) {
   return args.taps_y * (direct_merged(args) ? 1 : args.taps_x);
 }
 
-// Where the parts of the scratch begin that `rows` rows need: a segment of zeros, sums of 64
-// columns, the table and the copied lines.
+// Where the parts of the scratch begin that `rows` rows need: a segment of zeros for each group,
+// sums of 64 columns, the table and the copied lines.
 struct DirectScratch {
   DirectScratch(const ConvolutionArgs& args, int64_t rows, int64_t element_size) {
     const auto size = [](int64_t elements, int64_t each) {
       return (elements * each + 63) / 64 * 64;
     };
     const int64_t segments = direct_segments(args);
-    c = size(args.k() / segments, element_size);
+    c = size(args.k() / segments * args.groups, element_size);
     table = c + size(rows * 64, 4);
     lines = table + size(rows * segments, static_cast<int64_t>(sizeof(void*)));
     const int64_t steps = rows / args.out_width + 1;  // from the first line of y to the last
@@ -93,7 +99,8 @@ struct DirectScratch {
 
 }  // namespace ipex
 
-// Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give, in lines
+// Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give, those of
+// the groups one after the other, in lines
 // images * out_height * padded_width() rows.
 // `rows` has room for the copies: the rows, convolution_stride(k) elements each, or
 // convolution_lines_bytes(), unless in_place(); a DirectScratch if direct. `tiles` is the

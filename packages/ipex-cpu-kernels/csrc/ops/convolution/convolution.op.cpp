@@ -75,12 +75,15 @@ int64_t copy_bytes(const ConvolutionArgs& args, int64_t rows, int64_t element_si
 Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_channels,
                    Pair kernel_size, Pair stride, Pair padding, Pair dilation,
                    const OptionalTensor& bias, const OptionalTensor& residual,
-                   std::string activation) {
+                   std::string activation, int64_t groups) {
   const char* op = "convolution";
   check_tensor(op, "x", x);
   IPEX_CHECK(x.dim() == 4 && x.size(1) > 0, op,
              ": x must be 4-D [N, C, H, W] with C > 0, got shape ", shape_text(x));
   IPEX_CHECK(out_channels > 0, op, ": out_channels must be positive, got ", out_channels);
+  IPEX_CHECK(groups > 0 && x.size(1) % groups == 0 && out_channels % groups == 0, op,
+             ": groups must divide the ", x.size(1),
+             " channels of x and out_channels = ", out_channels, ", got ", groups);
   check_pair("kernel_size", kernel_size, 1);
   check_pair("stride", stride, 1);
   check_pair("padding", padding, 0);
@@ -99,8 +102,11 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
              ": x must have at least the size of the window with its padding, got shape ",
              shape_text(x));
   args.out_height = down / args.stride_y + 1, args.out_width = right / args.stride_x + 1;
-  args.n = out_channels;
-  check_packed(op, "packed_weight", packed_weight, out_channels, args.k(), x.scalar_type());
+  args.n = out_channels, args.groups = groups;
+  // Each group begins with a panel of its own.
+  const int64_t panels = groups * args.panels();
+  const int64_t rows = groups == 1 ? out_channels : panels * kPackedPanel;
+  check_packed(op, "packed_weight", packed_weight, rows, args.k(), x.scalar_type());
   const int64_t images = x.size(0);
   check_shaped(op, "bias", bias, {out_channels}, x, "x", true);
   check_shaped(op, "residual", residual, {images, out_channels, args.out_height, args.out_width}, x,
@@ -123,12 +129,11 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   args.weight = static_cast<const char*>(packed_weight.const_data_ptr()) + sizeof(PackedHeader);
   args.y = y.mutable_data_ptr();
 
-  GemmShape shape{images * args.out_height * args.out_width,
-                  (out_channels + kPackedPanel - 1) / kPackedPanel, args.k()};
+  GemmShape shape{images * args.out_height * args.out_width, panels, args.k()};
   shape.tiles = uses_tiles(x.scalar_type());
   const bool tiles = shape.on_tiles();
   args.direct = is_direct(args, x.scalar_type());
-  if (args.direct && shape.panels % 2 == 0) shape.unit = 2;  // a tile has two panels
+  if (args.direct && args.panels() % 2 == 0) shape.unit = 2;  // a tile has two panels
   int64_t block = tiles
                       ? kTileRowsMost
                       : even_rows(shape.rows, args.direct ? most_direct_rows(args, x.element_size())
@@ -143,10 +148,10 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
     run_gemm(shape, block, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-               char* rows = Scratch<Area::kConvolutionRows>::get(bytes);
+               char* copies = Scratch<Area::kConvolutionRows>::get(bytes);
                char* of_tiles = tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr;
-               if (rows && (of_tiles || !tiles))
-                 kernel(&args, row_begin, row_end, panel_begin, panel_end, rows, of_tiles);
+               if (copies && (of_tiles || !tiles))
+                 kernel(&args, row_begin, row_end, panel_begin, panel_end, copies, of_tiles);
                else
                  failed = true;
              });

@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
+#include "convolution/groups.h"
 #include "convolution/padded.h"
-#include "ipex/kernel/gemm_operands.h"
 
 namespace ipex {
 namespace {
@@ -126,11 +126,10 @@ IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* 
   }
 }
 
-// All columns of one (p1 == nullptr) or two panels.
+// `vectors` of columns, an even number, of one (p1 == nullptr) or two panels.
 template <bool kFetch, class T>
-void direct_rows(const DirectPiece<T>& piece, int64_t rows, const T* p0, const T* p1, float* c,
-                 int64_t ldc, const DirectResult<T>* result) {
-  const int vectors = (p1 ? 2 : 1) * kPanel / static_cast<int>(kLanes);
+void direct_rows(const DirectPiece<T>& piece, int64_t rows, int vectors, const T* p0, const T* p1,
+                 float* c, int64_t ldc, const DirectResult<T>* result) {
   with_rows<kDirectRows>(rows, [&]<int kRows>() IPEX_LAMBDA {
     int v = 0;
     for (; v + kDirectVectors <= vectors; v += kDirectVectors)
@@ -195,10 +194,10 @@ int64_t fetched_bytes(int64_t rows) {
 }
 
 // The rows of `block` (its w, panels, y, addend, column and columns as usual; no x), `from` their
-// table; `c` has room for 64 columns of them.
+// table, in whose segments they begin at `offset`; `c` has room for 64 columns of them.
 template <class T>
 void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segments, int64_t depth,
-                  float* c) {
+                  int64_t offset, float* c) {
   constexpr int64_t ldc = 2 * kPanel;
   const int64_t size = panel_size<T>(block.k);
   const Activation activation = block.epilogue->activation;
@@ -212,7 +211,10 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segme
     const T* p0 = block.w + p * size;
     const T* p1 = p + 1 < block.panels ? p0 + size : nullptr;
     const int64_t width = (p1 ? 2 : 1) * kPanel, column = p * kPanel;
-    const bool direct = simple && column + width <= block.columns;
+    constexpr int64_t kPair = 2 * kLanes;
+    const int64_t columns = std::min(width, block.columns - column);
+    const int64_t vectors = (columns + kPair - 1) / kPair * 2;
+    const bool direct = simple && vectors * kLanes == columns;
     if (!direct && block.addend) block.load_addend(p, width, 0, block.rows, c, ldc);
     const Finisher<T> finisher = block.finisher(p, width);
     for (int64_t s = 0, d = 0, k = 0; s < segments;) {
@@ -220,7 +222,7 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segme
       DirectPiece<T> piece{nullptr,
                            segments,
                            count,
-                           d,
+                           offset + d,
                            end - d,
                            k == 0 && (direct || !block.addend),
                            s + count == segments && end == depth};
@@ -238,8 +240,9 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segme
         piece.next = reinterpret_cast<const char*>(left > 1 && tile % 2 ? next + size : next) +
                      tile / 2 * steps * piece.next_step;
         const auto rows = piece.next_step ? direct_rows<true, T> : direct_rows<false, T>;
-        rows(piece, std::min<int64_t>(kDirectRows, block.rows - r), p0 + k * kPanel,
-             p1 ? p1 + k * kPanel : nullptr, c + r * ldc, ldc, direct ? &result : nullptr);
+        rows(piece, std::min<int64_t>(kDirectRows, block.rows - r), static_cast<int>(vectors),
+             p0 + k * kPanel, p1 ? p1 + k * kPanel : nullptr, c + r * ldc, ldc,
+             direct ? &result : nullptr);
       }
       k += count * (end - d);
       d = end == depth ? 0 : end;
@@ -249,10 +252,10 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segme
   }
 }
 
-// Rows [begin, end) of `block`, whose y and addend belong to row 0.
+// Rows [begin, end) of what the panels [panel_begin, panel_end) give.
 template <class T>
-void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, GemmBlock<T> block,
-                     char* scratch) {
+void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, int64_t panel_begin,
+                     int64_t panel_end, char* scratch) {
   const DirectScratch places(args, end - begin, sizeof(T));
   auto* const zeros = reinterpret_cast<T*>(scratch);
   auto* const c = reinterpret_cast<float*>(scratch + places.c);
@@ -260,10 +263,8 @@ void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, Ge
   auto* const lines = reinterpret_cast<T*>(scratch + places.lines);
   const int64_t segments = direct_segments(args), depth = args.k() / segments;
   const int64_t pixels = args.out_height * args.out_width;
-  std::memset(zeros, 0, static_cast<size_t>(depth) * sizeof(T));
+  std::memset(zeros, 0, static_cast<size_t>(depth * args.groups) * sizeof(T));
   const bool copies = direct_copies(args);
-  T* const y = block.y;
-  const T* const addend = block.addend;
   while (begin < end) {
     int64_t rows = end - begin, first = 0;
     if (copies) {  // the lines of one image
@@ -275,11 +276,10 @@ void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, Ge
       copy_padded(args, image, first, last + 1, lines);
     }
     find_segments<T>(args, begin, begin + rows, zeros, copies ? lines : nullptr, first, table);
-    block.row = begin;
-    block.rows = rows;
-    block.y = y + begin * block.y_stride;
-    block.addend = addend ? addend + begin * block.y_stride : nullptr;
-    direct_block(block, table, segments, depth, c);
+    for_groups<T>(args, panel_begin, panel_end, [&](int64_t group, GemmBlock<T> block) IPEX_LAMBDA {
+      place_rows(block, begin, rows);
+      direct_block(block, table, segments, depth, group * args.depth(), c);
+    });
     begin += rows;
   }
 }

@@ -135,6 +135,7 @@ class _Convolution:
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    groups: int
     onednn: bool  # stock hands it to oneDNN with a packed weight
 
     @property
@@ -208,8 +209,8 @@ def _read(ctx: Context, node: fx.Node) -> _Convolution | str | None:
     assert isinstance(x, fx.Node)
     if left.dim() != 4 or plain.dim() != 4:
         return f"the images are {describe(x)}"
-    if groups != 1:
-        return f"it has {groups} groups"
+    if plain.shape[1] == 1 and groups != 1:
+        return "it is depthwise"
     if left.dtype not in FLOATS or not left.dtype == plain.dtype == out.dtype:
         return f"the operands are {describe(x)} and {plain.dtype}"
     if bias is not None:
@@ -224,7 +225,7 @@ def _read(ctx: Context, node: fx.Node) -> _Convolution | str | None:
         tuple(v) * (2 // len(v))  # type: ignore[arg-type]
         for v in (stride, padding, dilation)
     ]
-    return _Convolution(x, plain, bias, pairs[0], pairs[1], pairs[2], onednn)  # type: ignore[arg-type]
+    return _Convolution(x, plain, bias, pairs[0], pairs[1], pairs[2], groups, onednn)  # type: ignore[arg-type]
 
 
 def _attribute(ctx: Context, node: Any) -> Tensor | None:
@@ -261,7 +262,7 @@ def _pack(
     with torch.utils._python_dispatch._disable_current_modes():
         from ipex_core.ops.conv import pack_convolution
 
-        packed = _constant(ctx, root, pack_convolution(weight))
+        packed = _constant(ctx, root, pack_convolution(weight, conv.groups))
     operands = [_channels_last(ctx, root, n) for n in (conv.x, residual)]
     args = (
         operands[0],
@@ -272,6 +273,7 @@ def _pack(
         conv.bias,
         operands[1],
         kind,
+        conv.groups,
     )
     names = [name for name, there in (("add", residual), (kind, kind != "none")) if there]
     text = " + ".join(names) or "nothing"
@@ -340,7 +342,7 @@ def _against(conv: _Convolution, residual: bool, kind: str) -> str | None:
     shape = hints(val(conv.x).shape)  # type: ignore[union-attr]
     key = (
         *(_OP, conv.weight.dtype, conv.weight.shape, *shape, conv.stride, conv.padding),
-        *(conv.dilation, conv.bias is None, conv.onednn, residual, kind),
+        *(conv.dilation, conv.groups, conv.bias is None, conv.onednn, residual, kind),
     )
     return against_ours(key, lambda: _runs(conv, shape, residual, kind))
 
@@ -357,21 +359,22 @@ def _runs(
     ipex, last = torch.ops.ipex.convolution.default, torch.channels_last
     weight = conv.weight.contiguous(memory_format=last)
     stride, padding, dilation = conv.numbers
+    groups = conv.groups
     out, depth = weight.shape[0], weight[0].numel()
     places = shape[2] * shape[3] // (stride[0] * stride[1])
     shape = [min(shape[0], int(_WORK / (places * depth * out)) + 1), *shape[1:]]
     x = numbers(*shape, dtype=weight.dtype).contiguous(memory_format=last)
     bias = None if conv.bias is None else torch.zeros(out, dtype=weight.dtype)
-    packed, window = pack_convolution(weight), list(weight.shape[2:])
+    packed, window = pack_convolution(weight, groups), list(weight.shape[2:])
     args = (packed, out, window, stride, padding, dilation, bias)
-    other = ipex(x, *args) if residual else None
-    runs = {"ipex": lambda: ipex(x, *args, other, kind)}
+    other = ipex(x, *args, groups=groups) if residual else None
+    runs = {"ipex": lambda: ipex(x, *args, other, kind, groups)}
     if conv.onednn:
         op: Any = torch.ops.mkldnn._convolution_pointwise
         for_onednn = torch.ops.mkldnn._reorder_convolution_weight(
-            weight, padding, stride, dilation, 1, shape
+            weight, padding, stride, dilation, groups, shape
         )
-        rest = (for_onednn, bias, padding, stride, dilation, 1)
+        rest = (for_onednn, bias, padding, stride, dilation, groups)
         name, algorithm = _mkldnn.POST_OPS[kind]
         if other is None:
             runs["stock"] = lambda: op.default(x, *rest, name, [], algorithm)
@@ -382,6 +385,6 @@ def _runs(
             # Inductor's code adds and activates in one pass; the copy stands for it.
             runs["stock"] = lambda: op.default(x, *rest, "none", [], "").add_(other)
     else:
-        plain = (weight, bias, stride, padding, dilation, False, [0, 0], 1)
+        plain = (weight, bias, stride, padding, dilation, False, [0, 0], groups)
         runs["stock"] = lambda: activate(aten.convolution.default(x, *plain), kind)
     return runs
