@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ipex_core import explain, precompile
 from ipex_core.errors import ExportError, StaleWeightsError
+from ipex_core.fusion.aten import linear
 from ipex_core.precompiled.expressions import MOST_SIZES, postfix, solve
 from ipex_core.precompiled.lower import Run
 
@@ -155,6 +156,12 @@ def test_batch_norms_with_weights_of_the_call() -> None:
     check(Given(), torch.randn(2, 4, 3), torch.randn(4))
 
 
+def measure(monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
+    """Let a side be the faster one wherever two are measured."""
+    monkeypatch.setattr(linear, "fastest", lambda *given: (faster, "a and b"))
+    monkeypatch.setattr(linear, "_known", {})
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -164,14 +171,19 @@ def test_batch_norms_with_weights_of_the_call() -> None:
     ],
     ids=["plain", "groups", "depthwise"],
 )
-def test_convolutions_of_sequences(layer: nn.Module) -> None:
+def test_convolutions_of_sequences(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(monkeypatch, "ipex")
     model = spread(nn.Sequential(layer, nn.BatchNorm1d(layer.out_channels), nn.GELU()))
     assert not check(model, torch.randn(2, 6, 17)).calls
 
 
+@pytest.mark.parametrize("faster", ["ipex", "stock"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_convolutions_with_groups(dtype: torch.dtype) -> None:
-    """A block of ResNeXt: what follows a convolution with groups is in its instruction."""
+def test_convolutions_with_groups(
+    dtype: torch.dtype, faster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of ResNeXt: what follows a convolution with groups is in its instruction, if that is faster."""
+    measure(monkeypatch, faster)
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -188,6 +200,9 @@ def test_convolutions_with_groups(dtype: torch.dtype) -> None:
     n, h = torch.export.Dim("n", max=8), torch.export.Dim("h", min=2, max=64)
     x = torch.randn(2, 24, 7, 9, dtype=dtype)
     fast = check(spread(Block()).to(dtype), x, dynamic_shapes=({0: n, 2: h},))
+    if faster == "stock":
+        assert fast.calls == {"aten::convolution.default": 2}
+        return
     assert not fast.calls
     assert [op for op in ops_of(fast) if "conv" in op] == ["convolution"] * 3
     assert "pointwise" not in ops_of(fast)

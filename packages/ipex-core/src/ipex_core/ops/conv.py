@@ -43,8 +43,8 @@ def pack_convolution(weight: Tensor, groups: int = 1) -> Tensor:
         groups: Groups of channels.
 
     Returns:
-        `pack_linear_weight` of the weight as ``[O, KH * KW * C / groups]``. With groups, the ``O / groups`` rows of each
-        are followed by rows of zeros up to a multiple of 32.
+        `pack_linear_weight` of the weight as ``[O, KH * KW * C / groups]``. With groups, the ``O / groups`` rows of
+        each are followed by rows of zeros up to a multiple of 32.
 
     Example:
         >>> pack_convolution(torch.zeros(32, 3, 5, 5)).numel() == 64 + 32 * 3 * 5 * 5 * 4
@@ -287,7 +287,8 @@ def _grouped(dtype: torch.dtype) -> Iterator[Sample]:
         ("1x7", 16, (1, 48, 3, 40, 48), ([1, 7], 1, [0, 3])),
         ("single", 6, (1, 6, 5, 5, 12), (3, 1, 1)),
     ):
-        x, _, *rest, bias = _case(dtype, sizes, *window)
+        case: Any = _case(dtype, sizes, *window)
+        x, bias, rest = case[0], case[7], case[2:7]
         depth = _depth(x, rest[1], groups)
         weight = randn(rest[0], depth, dtype=dtype, seed=8, scale=depth**-0.5)
         packed = dense.pack(_in_panels(weight, groups))

@@ -147,7 +147,7 @@ def fuse(
     fold_constants(module)
     leave_linears(Context(module.graph, set(), report))
     _view_whole_lookups(module, report)
-    pack_convolutions(module.graph, report, disabled, always)
+    pack_convolutions(module.graph, report, disabled, always, time_groups=True)
     _share(module.graph)
     fold_constants(module)
     module.graph.eliminate_dead_code()

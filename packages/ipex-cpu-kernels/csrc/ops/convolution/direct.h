@@ -45,6 +45,7 @@ struct DirectPiece {
   const T* const* from;  // [rows][stride]
   int64_t stride, count, offset, depth;
   bool first, last;
+  const T* zeros;  // where a segment of padding begins
   // Weights of the next piece that the tile fetches meanwhile, and how many bytes at each step.
   const char* next = nullptr;
   int64_t next_step = 0;
@@ -75,6 +76,18 @@ IPEX_INLINE void fetch_result(const DirectResult<T>& result, int first) {
   }
 }
 
+// Segments of padding are skipped from this depth on, where the products cost more than the
+// question.
+inline constexpr int64_t kLeastSkipped = 16;
+
+template <int kRows, class T>
+IPEX_INLINE bool all_are(const T* const* x, const T* wanted) {
+  bool all = true;
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) all &= x[r] == wanted;
+  return all;
+}
+
 // `first`: the first vector of the panels' columns.
 template <bool kFetch, int kRows, int kVectors, class T>
 IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* p1, int first,
@@ -90,7 +103,14 @@ IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* 
   for (int64_t s = 0; s < piece.count; ++s) {
     const T* x[kRows];
 #pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) x[r] = piece.from[r * piece.stride + s] + piece.offset;
+    for (int r = 0; r < kRows; ++r) x[r] = piece.from[r * piece.stride + s];
+    if (piece.depth >= kLeastSkipped && all_are<kRows>(x, piece.zeros)) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) w[v] += kPanel * piece.depth;
+      continue;
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) x[r] += piece.offset;
     for (int64_t i = 0; i < piece.depth; i += Step::kElements) {
       if constexpr (kFetch) {
         __builtin_prefetch(next, 0, 2);
@@ -126,7 +146,7 @@ IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* 
   }
 }
 
-// `vectors` of columns, an even number, of one (p1 == nullptr) or two panels.
+// `vectors` of columns of one (p1 == nullptr) or two panels.
 template <bool kFetch, class T>
 void direct_rows(const DirectPiece<T>& piece, int64_t rows, int vectors, const T* p0, const T* p1,
                  float* c, int64_t ldc, const DirectResult<T>* result) {
@@ -135,9 +155,10 @@ void direct_rows(const DirectPiece<T>& piece, int64_t rows, int vectors, const T
     for (; v + kDirectVectors <= vectors; v += kDirectVectors)
       direct_tile<kFetch, kRows, kDirectVectors>(piece, p0, p1, v, c + v * kLanes, ldc, result);
     if constexpr (kDirectVectors > 2) {
-      for (; v < vectors; v += 2)
+      for (; v + 2 <= vectors; v += 2)
         direct_tile<kFetch, kRows, 2>(piece, p0, p1, v, c + v * kLanes, ldc, result);
     }
+    if (v < vectors) direct_tile<kFetch, kRows, 1>(piece, p0, p1, v, c + v * kLanes, ldc, result);
   });
 }
 
@@ -194,10 +215,11 @@ int64_t fetched_bytes(int64_t rows) {
 }
 
 // The rows of `block` (its w, panels, y, addend, column and columns as usual; no x), `from` their
-// table, in whose segments they begin at `offset`; `c` has room for 64 columns of them.
+// table, in whose segments they begin at `offset`, `zeros` what it has for padding; `c` has room
+// for 64 columns of them.
 template <class T>
-void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segments, int64_t depth,
-                  int64_t offset, float* c) {
+void direct_block(const GemmBlock<T>& block, const T* const* from, const T* zeros, int64_t segments,
+                  int64_t depth, int64_t offset, float* c) {
   constexpr int64_t ldc = 2 * kPanel;
   const int64_t size = panel_size<T>(block.k);
   const Activation activation = block.epilogue->activation;
@@ -211,9 +233,8 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segme
     const T* p0 = block.w + p * size;
     const T* p1 = p + 1 < block.panels ? p0 + size : nullptr;
     const int64_t width = (p1 ? 2 : 1) * kPanel, column = p * kPanel;
-    constexpr int64_t kPair = 2 * kLanes;
     const int64_t columns = std::min(width, block.columns - column);
-    const int64_t vectors = (columns + kPair - 1) / kPair * 2;
+    const int64_t vectors = (columns + kLanes - 1) / kLanes;
     const bool direct = simple && vectors * kLanes == columns;
     if (!direct && block.addend) block.load_addend(p, width, 0, block.rows, c, ldc);
     const Finisher<T> finisher = block.finisher(p, width);
@@ -225,7 +246,8 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, int64_t segme
                            offset + d,
                            end - d,
                            k == 0 && (direct || !block.addend),
-                           s + count == segments && end == depth};
+                           s + count == segments && end == depth,
+                           zeros};
       const int64_t steps = count * (end - d) / DirectStep<T>::kElements;
       // What follows in the panels, or the next ones, which lie behind them.
       const T* next = piece.last ? p0 + 2 * size : p0 + (k + count * (end - d)) * kPanel;
@@ -278,7 +300,7 @@ void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, in
     find_segments<T>(args, begin, begin + rows, zeros, copies ? lines : nullptr, first, table);
     for_groups<T>(args, panel_begin, panel_end, [&](int64_t group, GemmBlock<T> block) IPEX_LAMBDA {
       place_rows(block, begin, rows);
-      direct_block(block, table, segments, depth, group * args.depth(), c);
+      direct_block<T>(block, table, zeros, segments, depth, group * args.depth(), c);
     });
     begin += rows;
   }

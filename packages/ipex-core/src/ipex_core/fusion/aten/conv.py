@@ -150,6 +150,7 @@ def pack_convolutions(
     disabled: Iterable[str] = (),
     always: bool = False,
     kernels: Callable[[str], bool] | None = None,
+    time_groups: bool = False,
 ) -> None:
     """Replace convolutions of a frozen graph, with what follows them, by ``ipex::convolution``.
 
@@ -159,6 +160,7 @@ def pack_convolutions(
         disabled: Names of patterns to leave out.
         always: Replace those, too, that stock code computes as fast.
         kernels: Tells whether an op has a native kernel; None asks the installed kernel package.
+        time_groups: Leave convolutions with groups that oneDNN was measured to compute faster, whatever `always` says.
     """
     if kernels is None:
         from ipex_core.kernels.policy import has_kernel
@@ -174,7 +176,8 @@ def pack_convolutions(
         if isinstance(found, str):
             ctx.reject(_PACKED, node, _OP, found)
         elif found is not None:
-            _pack(ctx, node, found, activations)
+            timed = not always or (time_groups and found.groups > 1)
+            _pack(ctx, node, found, activations, timed)
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             graph.erase_node(node)
@@ -240,7 +243,11 @@ def _attribute(ctx: Context, node: Any) -> Tensor | None:
 
 
 def _pack(
-    ctx: Context, node: fx.Node, conv: _Convolution, activations: dict[fx.Node, Activation]
+    ctx: Context,
+    node: fx.Node,
+    conv: _Convolution,
+    activations: dict[fx.Node, Activation],
+    timed: bool,
 ) -> None:
     root, interior, residual = node, [], None
     total = _addition(node)
@@ -254,7 +261,7 @@ def _pack(
     kind = "none" if found is None or root is not found.root else found.kind
     if ctx.outside_user(interior, root) is not None:
         root, interior, residual, kind = node, [], None, "none"
-    reason = None if ctx.always else _against(conv, residual is not None, kind)
+    reason = _against(conv, residual is not None, kind) if timed else None
     if reason is not None:
         ctx.reject(_PACKED, node, _OP, reason)
         return
