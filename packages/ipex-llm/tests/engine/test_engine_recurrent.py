@@ -93,8 +93,11 @@ def test_prefixes_without_a_state_are_computed() -> None:
         engine = engine_of("lfm2", **options)
         assert run(engine, {0: [text], 1: [text], 9: [text]}, 2) == 3 * [greedy(model, text, 2)]
         assert engine.stats().cached_tokens == 0
-    with pytest.raises(ValueError, match="max_state_snapshots must be a positive integer, got -1"):
-        engine_of("lfm2", max_state_snapshots=-1)
+    for wrong in (-1, True, 0.0, "4"):
+        with pytest.raises(ValueError, match=f"max_state_snapshots must be .*, got {wrong!r}"):
+            engine_of("lfm2", max_state_snapshots=wrong)
+    with pytest.raises(MemoryError, match="states of"):
+        engine_of("lfm2", max_state_snapshots=1 << 40)
 
 
 @needs_models

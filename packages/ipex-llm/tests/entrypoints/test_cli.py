@@ -66,6 +66,27 @@ def test_make_model_twice_is_the_same_and_never_overwrites(folder, tmp_path):
     assert "must be bf16" in said(run("make-model", tmp_path / "x", "--dtype", "int4"))
 
 
+def test_state_snapshots_of_serve(folder, monkeypatch):
+    import ipex_llm.engine
+
+    given = []
+
+    def stop(*args, **options):
+        given.append(options["max_state_snapshots"])
+        raise ValueError("no further")
+
+    monkeypatch.setattr(ipex_llm.engine, "Engine", stop)
+    for arguments, want in (([], None), ([0], 0), ([24], 24)):
+        options = ["--max-state-snapshots", *arguments] if arguments else []
+        done = run("serve", "--model", folder, *options)
+        assert done.exit_code == 2 and "no further" in said(done)
+        assert given.pop() == want
+    for wrong in ("-1", "1.5", "many", ""):
+        done = run("serve", "--model", folder, "--max-state-snapshots", wrong)
+        assert done.exit_code == 2 and "--max-state-snapshots" in said(done)
+    assert not given
+
+
 def test_quantize(folder, tmp_path):
     done = run("quantize", "--model", folder, "--out", tmp_path / "q", "--scheme", "int8")
     assert done.exit_code == 0, done.output

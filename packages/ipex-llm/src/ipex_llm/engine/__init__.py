@@ -27,6 +27,7 @@ from ipex_llm.engine.limits import (
     DEFAULT_MEMORY_SHARE,
     cache_blocks,
     check_positive,
+    check_snapshots,
     check_prompt,
     end_tokens,
     prompt_ids,
@@ -164,8 +165,7 @@ class Engine:
         ):
             if optional is not None:
                 check_positive(name, optional)
-        if max_state_snapshots:
-            check_positive("max_state_snapshots", max_state_snapshots)
+        check_snapshots(max_state_snapshots)
         if not 0 < memory_share <= 1:
             raise ValueError(
                 f"Engine: memory_share must be above 0 and at most 1, got {memory_share}"

@@ -21,6 +21,16 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"Engine: {name} must be a positive integer, got {value}")
 
 
+def check_snapshots(value: object) -> None:
+    """Raise a ValueError unless the argument of the engine is None or an integer from 0 on."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"Engine: max_state_snapshots must be None or an integer from 0 on, got {value!r}"
+        )
+
+
 def cache_blocks(
     one: int,
     num_blocks: int | None,

@@ -258,6 +258,14 @@ def serve(
             min=0, help="Memory for the cache of keys and values (default: see --memory-share)."
         ),
     ] = None,
+    max_state_snapshots: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Most prefixes whose states are kept, for a model with recurrent layers; 0: no prefix is shared"
+            " (default: --max-num-seqs, or fewer in little memory).",
+        ),
+    ] = None,
     speculative_config: Annotated[
         str | None,
         typer.Option(
@@ -425,6 +433,7 @@ def serve(
                 max_loras=max_loras,
                 max_lora_rank=max_lora_rank,
                 memory_share=memory_share,
+                max_state_snapshots=max_state_snapshots,
             )
             for lora_name, folder in adapters.items():
                 try:
