@@ -38,8 +38,28 @@ def scan(**changes: Any) -> tuple[Any, ...]:
     return tuple((values | changes).values())
 
 
+def select(**changes: Any) -> tuple[Any, ...]:
+    numbers = torch.randn(6)
+    values = {"x": X, "dt": X, "A": -torch.rand(8, 6), "B": Q[:, 0], "C": Q[:, 1], "D": numbers}
+    values |= {"bias": numbers, "state": STATE[:, 0]}
+    values["state"] = values["state"].contiguous()
+    values |= dict(zip(("starts", "lengths", "slots"), TEXTS, strict=True))
+    return tuple((values | changes).values())
+
+
 def bad_calls():
     conv, rule, ssd = "causal_conv1d_varlen", "gated_delta_rule", "ssd_scan"
+    one = "selective_scan_varlen"
+    yield one, select(x=X[0]), r"x must be 2-D \[T, E\], got 1-D"
+    yield one, select(dt=X[:, :5]), r"dt must have shape \[5, 6\], got \[5, 5\]"
+    yield one, select(B=Q[:4, 0]), r"B must have shape \[5, N\], got \[4, 8\]"
+    yield one, select(C=Q[:, 1, :7]), r"C must have shape \[5, 8\], got \[5, 7\]"
+    yield one, select(A=-torch.rand(6, 8)), r"A must have shape \[8, 6\], got \[6, 8\]"
+    yield one, select(A=torch.rand(8, 6).half()), "A must have dtype float32, got float16"
+    yield one, select(D=torch.rand(5)), r"D must have shape \[6\], got \[5\]"
+    yield one, select(state=STATE), r"state must have shape \[0, 8, 6\], got \[3, 4, 8, 6\]"
+    yield one, select(state=STATE[:, 0]), "state must be contiguous, got strides"
+    yield one, select(slots=int32(0, 3)), r"slots must be in \[0, 3\), got \[0, 3\]"
     rest = (None, "silu", *TEXTS)
     yield conv, (X[0], HISTORY, FILTER, *rest), r"x must be 2-D \[T, D\], got 1-D"
     yield conv, (X, HISTORY, FILTER.half(), *rest), "weight must have the dtype of x = float32 or"
@@ -98,6 +118,11 @@ def test_pieces_are_the_whole(cuts: list[int], dtype: torch.dtype) -> None:
         if op == "conv":
             weight = torch.linspace(-1, 1, 4 * 48).view(4, 48)
             return ops.causal_conv1d_varlen(x[part], state, weight, None, "silu", *texts)
+        if op == "select":
+            key, numbers = q[part, 0], torch.linspace(-1, 1, 48)
+            rates = -torch.linspace(0.1, 2, width * 48).view(width, 48)
+            rest = (rates, key, key, numbers, numbers, state, *texts)
+            return ops.selective_scan_varlen(x[part], x[part], *rest)
         if op == "rule":
             rest = (gate[part], gate[part], *vectors, state, *texts, 0.3)
             return ops.gated_delta_rule(q[part], q[part], v[part], *rest)
@@ -108,6 +133,7 @@ def test_pieces_are_the_whole(cuts: list[int], dtype: torch.dtype) -> None:
         ("conv", (3, 48)),
         ("rule", (heads, width, size)),
         ("scan", (heads, width, size)),
+        ("select", (width, 48)),
     ):
         kind = dtype if op == "conv" else torch.float32
         # What is in the row before is not read: the text begins.
@@ -117,3 +143,18 @@ def test_pieces_are_the_whole(cuts: list[int], dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 if kind == dtype else 2e-2)
         torch.testing.assert_close(states[1][1], states[0][1], rtol=1e-4, atol=1e-4)
         assert got.isfinite().all() and states[1][[0, 2]].isnan().all()
+
+
+def test_the_selective_scan_is_that_of_whole_batches() -> None:
+    torch.manual_seed(1)
+    rows, channels, width = 11, 70, 16
+    u, dt, b, c = (torch.randn(2, n, rows) for n in (channels, channels, width, width))
+    rates, skip, bias = -torch.rand(channels, width), torch.randn(channels), torch.randn(channels)
+    want, last = ops.selective_scan_fn(u, dt, rates, b, c, skip, None, bias, True)
+    flat = [t.transpose(1, 2).reshape(2 * rows, -1).contiguous() for t in (u, dt, b, c)]
+    state = torch.zeros(2, width, channels)
+    texts = int32(0, rows, 2 * rows), int32(rows, rows), int32(1, 0)
+    rest = (skip, bias, state, *texts)
+    y = ops.selective_scan_varlen(*flat[:2], rates.t().contiguous(), *flat[2:], *rest)
+    torch.testing.assert_close(y.view(2, rows, -1).transpose(1, 2), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state[[1, 0]].transpose(1, 2), last, rtol=1e-4, atol=1e-4)

@@ -95,6 +95,18 @@ def test_qwen3_router(level, norm):
     _same_routes(ops.moe_routing(logits, 8, norm), weights, ids, logits)
 
 
+@pytest.mark.parametrize("jitter", [0.01, 0.4])
+def test_phimoe_router(level, jitter):
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    for scale in (0.1, 1.0, 8.0):
+        logits = torch.randn(50, 16) * scale
+        weights, ids = sparsemixer(logits, jitter, False)
+        got = ops.moe_routing(logits, 2, False, "sparsemixer", 0, 0, None, 1.0, jitter)
+        _same_routes(got, weights, ids, logits)
+        assert torch.equal(got[1].long(), ids)
+
+
 def test_gpt_oss_router(level):
     logits = torch.randn(30, 32)
     values, ids = logits.topk(4, dim=-1)
@@ -159,6 +171,10 @@ def bad_routing():
     yield (LOGITS, 9, True), "top_k must be between 1"
     yield (LOGITS, 2, True, "tanh"), "scoring_func must be one of softmax, sigmoid"
     yield (LOGITS, 2, True, "softmax", 3, 1), "num_expert_group must divide"
+    mixer = (LOGITS, 2, True, "sparsemixer")
+    yield (*mixer, 2, 1), "scoring_func must be softmax or sigmoid with groups or a bias"
+    yield (*mixer, 0, 0, torch.ones(8)), "scoring_func must be softmax or sigmoid with groups or"
+    yield (*mixer, 0, 0, None, 1.0, -0.5), "jitter must be 0 or more, got -0.5"
     yield (LOGITS, 2, True, "softmax", -1, 1), "num_expert_group must be 0 or more"
     yield (LOGITS, 2, True, "softmax", 4, 0), "topk_group must be between 1"
     yield (LOGITS, 2, True, "softmax", 4, 5), "topk_group must be between 1"
@@ -414,6 +430,12 @@ def bad_experts():
     yield but(weights=TOPK_W[:, :1]), "topk_weights must have the shape of topk_ids"
     yield but(weights=TOPK_W.half()), "topk_weights must have the dtype"
     yield (*good, "relu"), "activation must be one of"
+    yield (*good, "relu2"), "w13 must be float32 weights of shape \\[E, 24, 40\\]"
+    up = ops.pack_moe_weight(W13[:, :INNER])
+    ungated = but(w13=up)
+    yield ungated, "w13 must be float32 weights of shape \\[E, 48, 40\\]"
+    yield (*ungated, "relu2", torch.ones(E, 2 * INNER)), "w13_bias must have shape \\[4, 24\\]"
+    yield (*ungated, "relu2", None, None, P13[:1], P2[:1], None, INNER), "shared_w13 must be"
     yield (*good, "silu", torch.ones(E, INNER)), "w13_bias must have shape \\[4, 48\\]"
     yield (*good, "silu", None, torch.ones(H)), "w2_bias must have shape \\[4, 40\\]"
     yield (*good, "silu", None, torch.ones(E, H).half()), "w2_bias must have the dtype"

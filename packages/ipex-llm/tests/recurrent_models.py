@@ -35,6 +35,14 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_ex
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 64}
 _MAMBA_2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2}
 _NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "expand": 2}
+_MAMBA_1 = {"state_size": 16, "time_step_rank": 8, "use_conv_bias": True}
+_ZAMBA = {
+    "num_key_value_heads": 4,
+    "mamba_d_state": 16,
+    "n_mamba_heads": 8,
+    "mamba_expand": 2,
+    "adapter_rank": 8,
+}
 _KINDS = {"layers_block_type": ["mamba", "attention", "mamba", "mamba"]}
 
 #: Name -> class and what its configuration has besides.
@@ -81,6 +89,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba2": ("Mamba2", {**_MAMBA_2, "n_groups": 2}),
+    "mamba": ("Mamba", _MAMBA_1),
+    "falcon_mamba": ("FalconMamba", _MAMBA_1),
+    "jamba": (
+        "Jamba",
+        {
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 8,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "nemotron_h": (
         "NemotronH",
         {
@@ -88,6 +111,55 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
             "head_dim": 16,
             "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        },
+    ),
+    "nemotron_h_moe": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "n_groups": 2,
+            "head_dim": 16,
+            "layers_block_type": ["mamba", "attention", "moe", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "nemotron_h_latent": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "n_groups": 2,
+            "head_dim": 16,
+            "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 24,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            **_ZAMBA,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "use_mem_rope": True,
+        },
+    ),
+    "zamba2_blocks": (
+        "Zamba2",
+        {
+            **_ZAMBA,
+            "num_hidden_layers": 5,
+            "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 2,
+            "mamba_ngroups": 2,
         },
     ),
     "bamba": ("Bamba", {**_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [1]}),

@@ -25,8 +25,9 @@ def _moe_routing(
     topk_group: int = 0,
     e_score_correction_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor] | None:
-    if router_logits.dtype not in FLOATS:
+    if router_logits.dtype not in FLOATS or scoring_func == "sparsemixer":
         return None
     tokens, experts = router_logits.shape
     groups = max(num_expert_group, 1)

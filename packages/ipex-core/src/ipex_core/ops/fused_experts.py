@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a mixture of experts: gated MLPs, each for the tokens routed to it."""
+"""The experts of a mixture of experts: MLPs, gated or with a squared ReLU, each for the tokens routed to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from ipex_core.packing.dense import FORMATS, read_header
 
 Tensor = torch.Tensor
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+GATES = ("silu", "gelu", "gelu_tanh", "swigluoai")
+#: The last one has no gate.
+ACTIVATIONS = (*GATES, "relu2")
 
 
 def _case(
@@ -91,12 +93,13 @@ def expert_samples(dtype: torch.dtype) -> Iterator[Sample]:
     x, w13, w2, weights, ids, inner = _case(dtype, 9, 4, 2, 66, 40)
     b13 = randn(4, 80, dtype=dtype, seed=85)
     b2 = randn(4, 66, dtype=dtype, seed=86)
-    for activation in ACTIVATIONS:
+    for activation in GATES:
         yield Sample((x * 3, w13, w2, weights, ids, inner, activation, b13, b2), id=activation)
     yield Sample(
         (strided(x), w13, w2, weights.to(dtype), ids.long(), inner, "silu", b13.float()),
         id="noncontiguous",
     )
+    yield from _ungated_samples(dtype)
     shared = _case(dtype, 1, 1, 1, 66, 50)[1:3]
     yield Sample((x, w13, w2, weights, ids, inner, "silu", b13, b2, *shared, None, 50), id="shared")
     yield Sample(
@@ -129,6 +132,27 @@ def expert_samples(dtype: torch.dtype) -> Iterator[Sample]:
     special = x.clone()
     special[0, 3], special[1, 5], special[2, 0] = float("nan"), float("inf"), -float("inf")
     yield Sample((special, w13, w2, weights, ids, inner), id="special_values")
+
+
+def _ungated_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield calls of experts with a squared ReLU and no gate."""
+    for tokens, hidden, inner in ((1, 64, 96), (9, 66, 40), (70, 40, 129)):
+        x, _, w2, weights, ids, _ = _case(dtype, tokens, 4, 2, hidden, inner)
+        up = randn(4, inner, hidden, dtype=dtype, seed=82, scale=hidden**-0.5)
+        case = (x, _experts.pack(up, False), w2, weights, ids, inner, "relu2")
+        yield Sample(case, id=f"relu2_{tokens}_{hidden}_{inner}")
+    biases = randn(4, 129, dtype=dtype, seed=85), randn(4, 40, dtype=dtype, seed=86)
+    first, second = (
+        _experts.pack(randn(1, *shape, dtype=dtype, seed=89, scale=0.1), False)
+        for shape in ((50, 40), (40, 50))
+    )
+    yield Sample((*case, *biases, first, second, None, 50), id="relu2_bias_shared")
+    for format, group, scales in (("int8", -1, torch.float32), ("int4", 32, torch.bfloat16)):
+        for tokens in (3, 150):
+            x, _, w2, weights, ids, inner = _quantized_case(dtype, tokens, format, group, scales)
+            up = randn(4, inner, 66, seed=82, scale=66**-0.5)
+            w13 = quantized_experts(up, False, format, group, scales)
+            yield Sample((x, w13, w2, weights, ids, inner, "relu2"), id=f"relu2_{format}_{tokens}")
 
 
 #: name, tokens, experts, top_k, hidden, intermediate
@@ -219,7 +243,9 @@ def _quantized_bench() -> Iterator[BenchCase]:
 
 
 def gate(x: Tensor, activation: str, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """Apply the activation to the first half of the features and multiply with the second."""
+    """Apply the activation to the first half of the features and multiply with the second; to all without a gate."""
+    if activation == "relu2":
+        return functional.relu(x).square()
     first, second = x.chunk(2, dim=-1)
     if activation == "silu":
         return functional.silu(first) * second
@@ -255,22 +281,23 @@ def _fused_experts(
 
     An expert is ``w2 @ gate(w13 @ x + w13_bias) + w2_bias`` where ``gate`` is ``activation(first half) * second
     half``. The activation ``"swigluoai"``, gpt-oss's, is ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``
-    with ``g = min(gate, limit)``. Products are accumulated in float32; what goes from the first to the second product
-    is rounded to the dtype of the input, and so is the sum over the experts, once. The sum runs in the order of the
+    with ``g = min(gate, limit)``. With ``"relu2"`` (Nemotron-H) there is no gate: ``w2 @ relu(w13 @ x + w13_bias)^2 +
+    w2_bias`` with I rows in ``w13``. Products are accumulated in float32; what goes from the first to the second
+    product is rounded to the dtype of the input, and so is the sum over the experts, once. The sum runs in the order of the
     experts, so a token's result depends neither on the number of threads nor on the order of its ids.
 
-    A shared expert is one more gated MLP that every token goes to.
+    A shared expert is one more such MLP that every token goes to.
 
     Args:
         hidden_states: ``[T, H]``, float32, bfloat16 or float16.
         w13: Result of ``pack_moe_weight(weight, True)`` for ``[E, 2 I, H]``, gate rows first, in the dtype of
-            ``hidden_states``.
+            ``hidden_states``; without a gate of ``pack_moe_weight(weight)`` for ``[E, I, H]``.
         w2: Result of ``pack_moe_weight(weight)`` for ``[E, H, I]``.
         topk_weights: ``[T, top_k]``, float32 or the dtype of ``hidden_states``.
         topk_ids: ``[T, top_k]``, int32 or int64. -1 means no expert. An id may occur twice in a row.
         intermediate_size: I.
-        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"swigluoai"``.
-        w13_bias: ``[E, 2 I]``, gates first, in the dtype of ``hidden_states`` or float32, or None.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"swigluoai"`` or ``"relu2"``.
+        w13_bias: ``[E, 2 I]``, gates first, or ``[E, I]``, in the dtype of ``hidden_states`` or float32, or None.
         w2_bias: ``[E, H]``, or None.
         shared_w13: As ``w13``, for one shared expert ``[1, 2 S, H]``, or None.
         shared_w2: As ``w2``, ``[1, H, S]``, or None.
@@ -298,6 +325,7 @@ def _fused_experts(
     hidden = hidden_states.shape[1]
     x = acc(hidden_states)
     y = x.new_zeros(hidden_states.shape)
+    pair = activation != "relu2"
 
     def expert(
         rows: Tensor, names: tuple[str, str], packed: tuple[Tensor, Tensor], size: int, index: int
@@ -305,7 +333,7 @@ def _fused_experts(
         first, second = (
             _plain(name, weight, index, n, k, hidden_states.dtype, gated)
             for name, weight, n, k, gated in (
-                (names[0], packed[0], 2 * size, hidden, True),
+                (names[0], packed[0], size * (1 + pair), hidden, pair),
                 (names[1], packed[1], hidden, size, False),
             )
         )
@@ -361,7 +389,10 @@ def _check(a: Arguments) -> None:
     hidden = x.shape[1]
     check_device(a.op, "w13", a.w13, x, "hidden_states")
     quantized = has_data(a.w13) and is_quantized(a.w13)
-    _check_weights("w13", a.w13, 2 * a.intermediate_size, hidden, x.dtype, True, quantized)
+    check_one_of(a.op, "activation", a.activation, ACTIVATIONS)
+    pair = a.activation != "relu2"
+    rows = a.intermediate_size * (1 + pair)
+    _check_weights("w13", a.w13, rows, hidden, x.dtype, pair, quantized)
     check_device(a.op, "w2", a.w2, x, "hidden_states")
     _check_weights("w2", a.w2, hidden, a.intermediate_size, x.dtype, False, quantized)
     experts = a.w13.shape[0]
@@ -369,12 +400,12 @@ def _check(a: Arguments) -> None:
         a.w2.shape[0] == experts, "w2", f"have as many experts as w13 = {experts}", a.w2.shape[0]
     )
     _check_routing(x, a.topk_weights, a.topk_ids)
-    _check_bias(x, "w13_bias", a.w13_bias, [experts, 2 * a.intermediate_size])
+    _check_bias(x, "w13_bias", a.w13_bias, [experts, rows])
     _check_bias(x, "w2_bias", a.w2_bias, [experts, hidden])
     _check_shared(
-        x, a.shared_w13, a.shared_w2, a.shared_weights, a.shared_intermediate_size, quantized
+        *(x, a.shared_w13, a.shared_w2, a.shared_weights, a.shared_intermediate_size),
+        *(quantized, pair),
     )
-    check_one_of(a.op, "activation", a.activation, ACTIVATIONS)
     check_one_of(a.op, "lowp_mode", a.lowp_mode, ("none", "fp16", "bf16"))
     a.require(
         quantized or a.lowp_mode == "none" or not has_data(a.w13),
@@ -453,6 +484,7 @@ def _check_shared(
     weights: Tensor | None,
     size: int,
     quantized: bool,
+    pair: bool,
 ) -> None:
     op = "fused_experts"
     check(
@@ -468,7 +500,7 @@ def _check_shared(
     tokens, hidden = x.shape
     check(size > 0, op, "shared_intermediate_size", "be positive", size)
     check_device(op, "shared_w13", w13, x, "hidden_states")
-    _check_weights("shared_w13", w13, 2 * size, hidden, x.dtype, True, quantized)
+    _check_weights("shared_w13", w13, size * (1 + pair), hidden, x.dtype, pair, quantized)
     check_device(op, "shared_w2", w2, x, "hidden_states")
     _check_weights("shared_w2", w2, hidden, size, x.dtype, False, quantized)
     most = max(w13.shape[0], w2.shape[0])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent layers over texts of unlike length, back to back, with the state of each text in a cache.
 
-The gated delta rule, Mamba-2's scan and the short convolution in front of both. Prompts, pieces of prompts and single
-steps are the same call: what a text has had before is in its row of the state.
+The gated delta rule, the scans of Mamba and Mamba-2, and the short convolution in front of all three. Prompts, pieces
+of prompts and single steps are the same call: what a text has had before is in its row of the state.
 """
 
 from __future__ import annotations
@@ -547,5 +547,158 @@ register(
         tolerance=SUM_TOLERANCE,
         bench=_ssd_bench,
         summary="Scan of Mamba-2 of texts back to back, with their states in a cache",
+    )
+)
+
+
+# --- Mamba-1 ----------------------------------------------------------------------------------------------------------
+
+
+def _selective(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Run the selective scan of Mamba for texts back to back.
+
+    For each text and channel, with a state ``S`` of N numbers for each of E channels, row by row::
+
+        d = softplus(dt + dt_bias)
+        S = exp(A * d) * S + outer(B, d * x)
+        y = C @ S + D * x
+
+    Unlike in Mamba-2 each number of a state decays at its own rate. `selective_scan_fn` is the same for texts of one
+    length, with the states as a result.
+
+    Args:
+        x: ``[T, E]``, float32, bfloat16 or float16; rows may lie apart.
+        dt: ``[T, E]`` in the dtype of ``x`` or float32.
+        A: float32 ``[N, E]``, negative: the transpose of what models store.
+        B: ``[T, N]`` in the dtype of ``x``.
+        C: Like ``B``.
+        D: float32 ``[E]``.
+        dt_bias: float32 ``[E]``.
+        state: float32 ``[S, N, E]``, contiguous. Overwritten in the rows ``slots``.
+        query_starts: int32 ``[B + 1]``, where each text begins in the rows, and T.
+        lengths: int32 ``[B]``, rows that each text has had, with the new ones. A text begins, with a state of zeros,
+            if these are all.
+        slots: int32 ``[B]``, the row of ``state`` that belongs to each text; no two are equal.
+
+    Returns:
+        ``[T, E]``, contiguous, in the dtype of ``x``; computed in float32.
+
+    Raises:
+        RuntimeError: For wrong dtypes, shapes, devices or numbers.
+
+    Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023.
+    """
+    rows, b, c = acc(x), acc(B), acc(C)
+    steps = F.softplus(acc(dt) + acc(dt_bias))
+    y = torch.empty_like(rows)
+    for first, last, slot, begins in _spans(query_starts, lengths, slots):
+        s = acc(state[slot])
+        if begins:
+            s = torch.zeros_like(s)
+        for t in range(first, last):
+            s = s * torch.exp(acc(A) * steps[t]) + b[t].unsqueeze(-1) * (rows[t] * steps[t])
+            y[t] = (s * c[t].unsqueeze(-1)).sum(0) + rows[t] * acc(D)
+        state[slot] = s.to(state.dtype)
+    return y.to(x.dtype)
+
+
+def _selective_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    a.require(a.x.dim() == 2, "x", "be 2-D [T, E]", f"{a.x.dim()}-D")
+    rows, channels = a.x.shape
+    check_shaped(a.op, "dt", a.dt, [rows, channels], a.x, "x", or_float32=True)
+    check_kind(a.op, "B", a.B, a.x)
+    shape = list(a.B.shape)
+    a.require(
+        len(shape) == 2 and shape[0] == rows and shape[1] > 0,
+        "B",
+        f"have shape [{rows}, N]",
+        shape,
+    )
+    check_kind(a.op, "C", a.C, a.x)
+    check_shape(a.op, "C", a.C, shape)
+    check_float32(a.op, "A", a.A, [shape[1], channels], a.x, "x")
+    for name in ("D", "dt_bias"):
+        check_float32(a.op, name, getattr(a, name), [channels], a.x, "x")
+    states = a.state.shape[0] if a.state.dim() == 3 else 0
+    check_float32(a.op, "state", a.state, [states, shape[1], channels], a.x, "x")
+    check_writable(a.op, "state", a.state)
+    check_contiguous(a.op, "state", a.state)
+    _check_spans(a, rows, states)
+
+
+def _selective_inputs(
+    dtype: torch.dtype, counts: Sequence[int], width: int, size: int
+) -> tuple[Any, ...]:
+    rows, states = sum(counts), len(counts) + 2
+    wide = randn(rows, size + 2 * width, dtype=dtype, seed=120)
+    return (
+        wide[:, :size],
+        randn(rows, size, dtype=dtype, seed=121),
+        -torch.exp(randn(width, size, seed=122, scale=0.5)),
+        wide[:, size : size + width],
+        wide[:, size + width :],
+        randn(size, seed=123),
+        randn(size, seed=124),
+        randn(states, width, size, seed=125),
+        *_texts(counts),
+    )
+
+
+def _selective_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for counts in _TEXTS:
+        for shape in ((1, 1), (16, 64), (16, 70), (5, 9), (24, 33)):
+            name = f"{'+'.join(map(str, counts))}x{'x'.join(map(str, shape))}"
+            yield Sample(_selective_inputs(dtype, counts, *shape), id=name)
+    plain = _selective_inputs(dtype, (6, 2), 16, 96)
+    yield Sample((plain[0], plain[1].float(), *plain[2:]), id="float32_steps")
+    x = plain[0].clone()
+    x[1, 3], x[3, 5], x[4, 90] = float("nan"), float("inf"), -float("inf")
+    yield Sample((x, *plain[1:]), id="special_values")
+    yield Sample(_selective_inputs(dtype, (0,), 4, 8), id="no_rows")
+
+
+def _selective_bench() -> Iterator[BenchCase]:
+    for counts in ((1,), (1,) * 16, (512,)):
+        yield BenchCase(
+            f"{len(counts)}x{counts[0]}-16x8192",
+            lambda dtype, n=counts: _selective_inputs(dtype, n, 16, 8192),
+            lambda dtype, n=counts: (
+                (len(n) * 8 + 4) * 16 * 8192 + sum(n) * 3 * 8192 * dtype.itemsize
+            ),
+            # Per row and number of the state: exponential (counted as one), two products with an addition each, and
+            # the factor of the exponential.
+            flops=6 * sum(counts) * 16 * 8192,
+            rotate=True,
+        )
+
+
+register(
+    OpSpec(
+        name="selective_scan_varlen",
+        schema=(
+            "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias,"
+            " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots) -> Tensor"
+        ),
+        reference=_selective,
+        check=_selective_check,
+        fake=lambda a: _fake_rows(a.x),
+        samples=_selective_samples,
+        backward=None,
+        tolerance=SUM_TOLERANCE,
+        bench=_selective_bench,
+        summary="Selective scan of Mamba of texts back to back, with their states in a cache",
     )
 )

@@ -23,7 +23,23 @@ from ipex_core.packing.dense import FORMATS, bytes_text, header_text, read_heade
 
 Tensor = torch.Tensor
 
-SCORING = ("softmax", "sigmoid")
+SCORING = ("softmax", "sigmoid", "sparsemixer")
+
+
+def _sparsemixer(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """Return weights and ids of experts that are taken one after another."""
+    weights, ids = [], []
+    taken = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    for _ in range(top_k):
+        left = logits.masked_fill(taken, -float("inf"))
+        chosen = left.sort(dim=-1, descending=True, stable=True).indices[:, :1]
+        top = left.gather(1, chosen)
+        low = (top - logits) / torch.maximum(logits.abs(), top) > 2 * jitter
+        scores = torch.softmax(left.masked_fill(low, -float("inf")), -1)
+        weights.append(scores.gather(1, chosen))
+        ids.append(chosen)
+        taken = taken.scatter(1, chosen, True)
+    return torch.cat(weights, 1), torch.cat(ids, 1)
 
 
 def _moe_routing(
@@ -35,6 +51,7 @@ def _moe_routing(
     topk_group: int = 0,
     e_score_correction_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token.
 
@@ -50,29 +67,40 @@ def _moe_routing(
     5. ``weights``: the *scores*, without bias, of these experts, divided by ``sum + 1e-20`` if ``renormalize``, then
        multiplied by ``routed_scaling_factor``.
 
+    With ``"sparsemixer"`` experts are taken one after another, without groups and bias. Each time the largest logit
+    ``m`` of those that are left is taken. Its weight is its softmax among them, but for those with
+    ``(m - logit) / max(|logit|, m) > 2 * jitter``.
+
     ==================  =========================================================================================
     Mixtral             ``softmax``, ``renormalize=True``
     Qwen3-MoE           ``softmax``, ``renormalize=norm_topk_prob``
     gpt-oss             ``softmax``, ``renormalize=True`` (equal to the softmax over the chosen logits)
     DeepSeek-V2         ``softmax``, groups, ``renormalize=False``, ``routed_scaling_factor``
     DeepSeek-V3         ``sigmoid``, groups, bias, ``renormalize=norm_topk_prob``, ``routed_scaling_factor``
+    Phi-MoE             ``sparsemixer``, ``renormalize=False``, ``jitter=router_jitter_noise``
     ==================  =========================================================================================
 
     Args:
         router_logits: ``[T, E]``, float32, bfloat16 or float16.
         top_k: Number of experts per token.
         renormalize: Whether the weights of a token are made to sum to 1.
-        scoring_func: ``"softmax"`` or ``"sigmoid"``.
+        scoring_func: ``"softmax"``, ``"sigmoid"`` or ``"sparsemixer"``.
         num_expert_group: Number of groups; 0 or 1 means no groups. Must divide E.
         topk_group: Number of groups that a token's experts come from; read only if there are groups.
         e_score_correction_bias: ``[E]`` float32, or None.
         routed_scaling_factor: Factor on the weights.
+        jitter: Of ``"sparsemixer"``.
 
     Returns:
         ``weights`` float32 ``[T, top_k]`` and ``ids`` int32 ``[T, top_k]``.
     """
     logits = acc(router_logits)
     tokens, experts = logits.shape
+    if scoring_func == "sparsemixer":
+        weights, ids = _sparsemixer(logits, top_k, jitter)
+        if renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * routed_scaling_factor, ids.to(torch.int32)
     scores = torch.softmax(logits, -1) if scoring_func == "softmax" else torch.sigmoid(logits)
     choice = scores
     if e_score_correction_bias is not None:
@@ -119,7 +147,13 @@ def _check(a: Arguments) -> None:
         a.require(a.top_k <= most, "top_k", f"be at most the {most} experts of topk_group")
     else:
         a.require(a.num_expert_group >= 0, "num_expert_group", "be 0 or more")
+    a.require(a.jitter >= 0, "jitter", "be 0 or more")
     bias = a.e_score_correction_bias
+    a.require(
+        a.scoring_func != "sparsemixer" or (a.num_expert_group <= 1 and bias is None),
+        "scoring_func",
+        "be softmax or sigmoid with groups or a bias",
+    )
     if bias is not None:
         check_device(a.op, "e_score_correction_bias", bias, a.router_logits, "router_logits")
         a.require(
@@ -150,6 +184,10 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((x, 8, True, "sigmoid", 1, 1, bias, 2.5), id="one_group")
     yield Sample((x, 5, True, "sigmoid"), id="sigmoid")
     yield Sample((x, 5, True, "softmax", 4, 2, bias), id="softmax_bias")
+    mixer = ("sparsemixer", 0, 0, None)
+    yield Sample((x, 2, False, *mixer, 1.0, 0.01), id="phimoe")
+    yield Sample((x, 5, True, *mixer, 2.5, 0.2), id="sparsemixer_5")
+    yield Sample((x.abs(), 64, False, *mixer, 1.0, 5.0), id="sparsemixer_all")
     yield Sample((x, 64, True), id="all_experts")
     yield Sample((x, 64, True, "sigmoid", 4, 4, bias), id="all_experts_groups")
     yield Sample((torch.zeros(3, 40, dtype=dtype), 7, True), id="ties")
@@ -180,8 +218,12 @@ def _stock(
     topk_group: int = 0,
     e_score_correction_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """What a model of the Hugging Face library does."""
+    if scoring_func == "sparsemixer":
+        weights, ids = _sparsemixer(router_logits.float(), top_k, jitter)
+        return weights * routed_scaling_factor, ids.to(torch.int32)
     if scoring_func == "softmax":
         scores = torch.softmax(router_logits, -1, dtype=torch.float32)
     else:
@@ -229,7 +271,7 @@ register(
         schema=(
             '(Tensor router_logits, int top_k, bool renormalize, str scoring_func="softmax",'
             " int num_expert_group=0, int topk_group=0, Tensor? e_score_correction_bias=None,"
-            " float routed_scaling_factor=1.0) -> (Tensor, Tensor)"
+            " float routed_scaling_factor=1.0, float jitter=0.0) -> (Tensor, Tensor)"
         ),
         reference=_moe_routing,
         check=_check,
@@ -240,7 +282,7 @@ register(
         # Which scores are equal depends on the type they are computed in.
         lift=False,
         bench=_bench,
-        summary="Experts of each token and their weights: softmax or sigmoid, groups, bias",
+        summary="Experts of each token and their weights: softmax, sigmoid or sparsemixer, groups, bias",
     )
 )
 

@@ -24,6 +24,7 @@ const auto woq_prepare_kernels = IPEX_KERNELS(kWoqOp, woq_prepare);
 const auto woq_few_kernels = IPEX_KERNELS(kWoqOp, woq_few);
 const auto woq_many_kernels = IPEX_KERNELS(kWoqOp, woq_many);
 const auto store_kernels = IPEX_KERNELS(kWoqOp, experts_store);
+const auto square_kernels = IPEX_KERNELS(kWoqOp, experts_square);
 
 // Rows that share decoded panels.
 constexpr int64_t kWoqRows = 768;
@@ -146,8 +147,10 @@ class WoqExperts {
   WoqExperts(const ExpertsArgs& args, const std::vector<ExpertJob>& jobs, const Rows& x,
              ScalarType dtype, WoqCompute compute)
       : args_(args), jobs_(jobs), x_(x), dtype_(dtype), ups_(jobs.size()), downs_(jobs.size()) {
+    // The last one is squared where it lies.
     constexpr Activation kNames[] = {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
-                                     Activation::kSwigluOai};
+                                     Activation::kSwigluOai, Activation::kRelu};
+    const bool gated = is_gated(args.activation);
     const int64_t element = dtype == ScalarType::Float ? 4 : 2;
     int64_t bytes = 0;
     for (size_t j = 0; j < jobs.size(); ++j) {
@@ -157,11 +160,12 @@ class WoqExperts {
       bytes += ups_[j].bytes() + downs_[j].bytes() + gathered_bytes(job, element);
       most_rows_ = std::max(most_rows_, job.rows);
       Epilogue& up = ups_[j].args.epilogue;
-      up.gated = true;
+      up.gated = gated;
       up.activation = kNames[static_cast<int>(args.activation)];
       up.swiglu_alpha = args.alpha;
       up.swiglu_limit = args.limit;
-      up.bias = as_float(job.w13_bias, args.w13_bias_is_f32, 2 * job.inner, true);
+      const int64_t up_rows = gated ? 2 * job.inner : job.inner;
+      up.bias = as_float(job.w13_bias, args.w13_bias_is_f32, up_rows, gated);
       up.bias_is_f32 = true;
       Epilogue& down = downs_[j].args.epilogue;
       down.bias = as_float(job.w2_bias, args.w2_bias_is_f32, args.hidden, false);
@@ -244,25 +248,41 @@ class WoqExperts {
     decltype(ipex_k_woq_many_f32)* many = nullptr;
     woq_few_kernels.visit(dtype_, [&]<class>(auto* kernel) { few = kernel; });
     woq_many_kernels.visit(dtype_, [&]<class>(auto* kernel) { many = kernel; });
-    const int64_t pair_bytes = jobs_.empty() ? 1 : 4 * ups_[0].args.at.strip_bytes;
+    decltype(ipex_k_experts_square_f32)* square = nullptr;
+    square_kernels.visit(dtype_, [&]<class>(auto* kernel) { square = kernel; });
+    const bool gated = is_gated(args_.activation);
+    const int64_t panels = gated ? 2 : 1;  // of one panel of features
+    const int64_t pair_bytes = jobs_.empty() ? 1 : 2 * panels * ups_[0].args.at.strip_bytes;
     const UpTasks tasks(jobs_, pair_bytes, kWoqRows);
-    run_workers(tasks.count(), 2 * tasks.work() * args_.hidden, limited_, [&](const auto& next) {
+    const int64_t element = dtype_ == ScalarType::Float ? 4 : 2;
+    const auto finish = [&](const UpTasks::Task& task, int64_t row, int64_t rows) {
+      if (gated) return;
+      const ExpertJob& job = jobs_[task.job];
+      const int64_t column = task.pair_begin * kPackedPanel;
+      const int64_t last = std::min(job.inner, task.pair_end * kPackedPanel);
+      square(static_cast<char*>(job.middle) + (row * job.middle_stride + column) * element, rows,
+             last - column, job.middle_stride);
+    };
+    const int64_t flops = panels * tasks.work() * args_.hidden;
+    run_workers(tasks.count(), flops, limited_, [&](const auto& next) {
       char* scratch = nullptr;
       for (int64_t t; (t = next()) < tasks.count();) {
         const UpTasks::Task task = tasks.at(t);
         const WoqProduct& up = ups_[task.job];
         if (up.few) {
-          few(&up.args, up.rows, 2 * task.pair_begin, 2 * task.pair_end);
+          few(&up.args, up.rows, panels * task.pair_begin, panels * task.pair_end);
+          finish(task, 0, up.rows);
           continue;
         }
         if (!scratch)
           scratch =
               Scratch<Area::kExpertsTask>::get(woq_panel_scratch(std::min(kWoqRows, most_rows_)));
         if (scratch)
-          many(&up.args, scratch, task.row, task.row + task.rows, 2 * task.pair_begin,
-               2 * task.pair_end);
+          many(&up.args, scratch, task.row, task.row + task.rows, panels * task.pair_begin,
+               panels * task.pair_end);
         else
           no_memory_ = true;
+        if (scratch) finish(task, task.row, task.rows);
       }
     });
     work_ = tasks.work();

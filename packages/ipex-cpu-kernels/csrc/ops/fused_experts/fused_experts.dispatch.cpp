@@ -71,12 +71,60 @@ IPEX_INLINE void finish_pair(const ExpertsArgs& args, const float* c, int64_t ld
         return (u + set1(1.0f)) * (g * s);
       });
     }
+    case ExpertActivation::kRelu2:
+      return;  // has no pairs
   }
+}
+
+IPEX_INLINE f32v relu2(f32v x) {
+  x = max(zero(), x);
+  return x * x;
+}
+
+// Up to two panels of features without gates.
+template <class T>
+IPEX_INLINE void up_ungated(const ExpertsArgs& args, const ExpertJob& job, const T* a, int64_t lda,
+                            int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  alignas(64) float c[kRowStep<T> * 2 * kPanel];
+  alignas(64) float bias[2 * kPanel];
+  constexpr int64_t ldc = 2 * kPanel;
+  const int64_t size = panel_size<T>(args.hidden);
+  TileScope scope;
+  for (int64_t p = begin; p < end; p += 2) {
+    const bool two = p + 1 < end;
+    const T* panel = static_cast<const T*>(job.w13) + p * size;
+    const int64_t column = p * kPanel, width = two ? 2 * kPanel : kPanel;
+    for (int64_t i = 0; i < width; i += kPanel) {
+      const int64_t left = job.inner - column - i;
+      load_bias<T>(job.w13_bias, args.w13_bias_is_f32, column + i, left < kPanel ? left : kPanel,
+                   bias + i);
+    }
+    for (int64_t r = 0; r < rows; r += kRowStep<T>) {
+      const int64_t n = rows - r < kRowStep<T> ? rows - r : kRowStep<T>;
+      product(scope, a + r * lda, lda, n, panel, two ? panel + size : nullptr, args.hidden, c);
+      T* to = static_cast<T*>(job.middle) + (row + r) * job.middle_stride + column;
+      for (int64_t i = 0; i < n; ++i)
+        for (int64_t k = 0; k < width; k += kLanes)
+          store(to + i * job.middle_stride + k, relu2(load(c + i * ldc + k) + load(bias + k)));
+    }
+  }
+}
+
+template <class T>
+void square(T* y, int64_t rows, int64_t columns, int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r, y += stride)
+    for (int64_t i = 0; i < columns; i += kLanes) {
+      const int64_t n = columns - i < kLanes ? columns - i : kLanes;
+      const f32v v = load_n(y + i, n);
+      store_n(y + i, v * v, n);
+    }
 }
 
 template <class T>
 IPEX_INLINE void up(const ExpertsArgs& args, const ExpertJob& job, const T* a, int64_t lda,
                     int64_t row, int64_t rows, int64_t pair_begin, int64_t pair_end) {
+  if (!is_gated(args.activation))
+    return up_ungated(args, job, a, lda, row, rows, pair_begin, pair_end);
   alignas(64) float c[kRowStep<T> * 2 * kPanel];
   alignas(64) float gate_bias[kPanel], up_bias[kPanel];
   constexpr int64_t ldc = 2 * kPanel;
@@ -190,6 +238,9 @@ void ipex_k_experts_add(const float* c, int64_t rows, int64_t columns, const int
   void ipex_k_experts_store_##suffix(const float* sums, int64_t rows, int64_t columns, void* y, \
                                      int64_t y_stride) {                                        \
     ipex::store_sums(sums, rows, columns, static_cast<T*>(y), y_stride);                        \
+  }                                                                                             \
+  void ipex_k_experts_square_##suffix(void* y, int64_t rows, int64_t columns, int64_t stride) { \
+    ipex::square(static_cast<T*>(y), rows, columns, stride);                                    \
   }
 IPEX_DEFINE_EXPERTS(f32, float)
 IPEX_DEFINE_EXPERTS(bf16, ipex::BFloat16)

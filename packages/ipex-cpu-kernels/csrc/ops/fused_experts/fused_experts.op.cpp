@@ -28,7 +28,8 @@ ExpertActivation parse_activation(const std::string& name) {
   if (name == "gelu") return ExpertActivation::kGelu;
   if (name == "gelu_tanh") return ExpertActivation::kGeluTanh;
   if (name == "swigluoai") return ExpertActivation::kSwigluOai;
-  fail(kOp, ": activation must be one of silu, gelu, gelu_tanh, swigluoai, got ", name);
+  if (name == "relu2") return ExpertActivation::kRelu2;
+  fail(kOp, ": activation must be one of silu, gelu, gelu_tanh, swigluoai, relu2, got ", name);
 }
 
 void check_device(const char* name, const Tensor& value) {
@@ -65,8 +66,10 @@ struct Call {
   const OptionalTensor& shared_weights;
   int64_t shared_inner;
   int64_t start, total;
-  bool quantized;
+  bool quantized, gated;
 
+  // Rows of the first product of an expert.
+  int64_t up_rows(int64_t size) const { return gated ? 2 * size : size; }
   int64_t tokens() const { return x.size(0); }
   int64_t hidden() const { return x.size(1); }
   int64_t experts() const { return w13.size(0); }
@@ -88,7 +91,7 @@ void check_routed(const Call& c) {
   IPEX_CHECK(c.hidden() > 0, kOp, ": hidden_states must have at least one feature, got ",
              shape_text(c.x));
   IPEX_CHECK(c.inner > 0, kOp, ": intermediate_size must be positive, got ", c.inner);
-  check_weights(c, "w13", c.w13, 2 * c.inner, c.hidden(), true);
+  check_weights(c, "w13", c.w13, c.up_rows(c.inner), c.hidden(), c.gated);
   check_weights(c, "w2", c.w2, c.hidden(), c.inner, false);
   IPEX_CHECK(c.w2.size(0) == c.experts(), kOp,
              ": w2 must have as many experts as w13 = ", c.experts(), ", got ", c.w2.size(0));
@@ -104,7 +107,7 @@ void check_routed(const Call& c) {
                  c.topk_weights.size(1) == c.topk_ids.size(1),
              kOp, ": topk_weights must have the shape of topk_ids = ", shape_text(c.topk_ids),
              ", got ", shape_text(c.topk_weights));
-  check_bias("w13_bias", c.w13_bias, c.x, c.experts(), 2 * c.inner);
+  check_bias("w13_bias", c.w13_bias, c.x, c.experts(), c.up_rows(c.inner));
   check_bias("w2_bias", c.w2_bias, c.x, c.experts(), c.hidden());
 }
 
@@ -120,7 +123,7 @@ void check_shared(const Call& c) {
   }
   IPEX_CHECK(c.shared_inner > 0, kOp, ": shared_intermediate_size must be positive, got ",
              c.shared_inner);
-  check_weights(c, "shared_w13", *c.shared_w13, 2 * c.shared_inner, c.hidden(), true);
+  check_weights(c, "shared_w13", *c.shared_w13, c.up_rows(c.shared_inner), c.hidden(), c.gated);
   check_weights(c, "shared_w2", *c.shared_w2, c.hidden(), c.shared_inner, false);
   IPEX_CHECK(c.shared_w13->size(0) == 1 && c.shared_w2->size(0) == 1, kOp,
              ": shared_w13 must hold one expert, got ",
@@ -199,7 +202,7 @@ class Jobs {
     ExpertJob job{};
     job.inner = inner;
     if (c.quantized) {
-      check_quantized_expert(kOp, w13_name, w13, e, 2 * inner, c.hidden(), true);
+      check_quantized_expert(kOp, w13_name, w13, e, c.up_rows(inner), c.hidden(), c.gated);
       check_quantized_expert(kOp, w2_name, w2, e, c.hidden(), inner, false);
       job.w13 = first;
       job.w2 = second;
@@ -207,7 +210,7 @@ class Jobs {
       return job;
     }
     const ScalarType dtype = c.x.scalar_type();
-    check_expert_header(kOp, w13_name, first, 2 * inner, c.hidden(), dtype, true);
+    check_expert_header(kOp, w13_name, first, c.up_rows(inner), c.hidden(), dtype, c.gated);
     check_expert_header(kOp, w2_name, second, c.hidden(), inner, dtype, false);
     job.w13 = first + sizeof(PackedHeader);
     job.w2 = second + sizeof(PackedHeader);
@@ -230,24 +233,27 @@ void run(const ExpertsArgs& args, const std::vector<ExpertJob>& jobs, const Rows
          Down* down) {
   const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
   const int64_t hidden = args.hidden, tokens = x.rows;
-  const UpTasks tasks(jobs, 2 * hidden * kPackedPanel * static_cast<int64_t>(sizeof(T)));
+  const int64_t panel_bytes = hidden * kPackedPanel * static_cast<int64_t>(sizeof(T));
+  const bool gated = is_gated(args.activation);
+  const UpTasks tasks(jobs, (gated ? 2 : 1) * panel_bytes);
   bool many = false;
   for (const ExpertJob& job : jobs) many = many || job.rows >= kComputeBound;
   constexpr bool kTiles = std::is_same_v<T, BFloat16>;
   const bool limited = kTiles && many && uses_tiles(ScalarType::BFloat16);
   std::atomic<bool> no_memory{false};
-  run_workers(tasks.count(), 2 * tasks.work() * hidden, limited, [&](const auto& next) {
-    Gather<T> gather(x, jobs);
-    for (int64_t t; (t = next()) < tasks.count();) {
-      const UpTasks::Task task = tasks.at(t);
-      const T* a;
-      int64_t lda;
-      if (gather.get(task, &a, &lda))
-        up(&args, &jobs[task.job], a, lda, task.row, task.rows, task.pair_begin, task.pair_end);
-      else
-        no_memory = true;
-    }
-  });
+  run_workers(
+      tasks.count(), (gated ? 2 : 1) * tasks.work() * hidden, limited, [&](const auto& next) {
+        Gather<T> gather(x, jobs);
+        for (int64_t t; (t = next()) < tasks.count();) {
+          const UpTasks::Task task = tasks.at(t);
+          const T* a;
+          int64_t lda;
+          if (gather.get(task, &a, &lda))
+            up(&args, &jobs[task.job], a, lda, task.row, task.rows, task.pair_begin, task.pair_end);
+          else
+            no_memory = true;
+        }
+      });
   IPEX_CHECK(!no_memory, kOp, ": out of memory");
 
   const int64_t panels = ceil_div(hidden, kPackedPanel);
@@ -280,6 +286,9 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
     return value ? OptionalTensor(as_contiguous(*value)) : std::nullopt;
   };
   const bool quantized = quantized_header(w13) != nullptr;
+  ExpertsArgs args{};
+  args.activation = parse_activation(activation);
+  const bool gated = is_gated(args.activation);
   const Call given{x,
                    w13,
                    w2,
@@ -294,11 +303,10 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
                    shared_intermediate_size,
                    experts_start_id,
                    num_experts,
-                   quantized};
+                   quantized,
+                   gated};
   check_routed(given);
   check_shared(given);
-  ExpertsArgs args{};
-  args.activation = parse_activation(activation);
   const Tensor ids = as_contiguous(topk_ids), weights = as_contiguous(topk_weights);
   const WoqCompute compute = parse_lowp(lowp_mode, x.scalar_type(), quantized);
   const ExpertIds checked = check_ids(given, ids);
@@ -309,7 +317,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
   const OptionalTensor shared = contiguous(shared_weights);
   const Jobs jobs(
       {x, w13, w2, weights, ids, intermediate_size, bias13, bias2, shared_w13, shared_w2, shared,
-       shared_intermediate_size, experts_start_id, num_experts, quantized},
+       shared_intermediate_size, experts_start_id, num_experts, quantized, gated},
       checked);
   args.jobs = jobs.list.data();
   args.job_count = static_cast<int64_t>(jobs.list.size());

@@ -174,6 +174,101 @@ IPEX_INLINE void recurrence(const RecurrenceArgs& args, int64_t begin, int64_t e
   }
 }
 
+// -- Mamba ----------------------------------------------------------------------------------------
+
+// kVecs vectors of channels, of which the first `count` channels are there.
+template <int kVecs, class T>
+void channels(const SelectiveArgs& args, int64_t text, int64_t channel, int64_t count,
+              char* scratch) {
+  const int64_t first = args.texts.starts[text], last = args.texts.starts[text + 1];
+  const int64_t rows = last - first, width = args.width, wide = kVecs * kLanes;
+  const bool begins = args.texts.lengths[text] == rows;
+  float* state = reinterpret_cast<float*>(scratch);
+  float* rates = state + width * kRecurrenceColumns;
+  float* keys = rates + width * kRecurrenceColumns;
+  float* queries = keys + (width + 15) / 16 * 16;
+  float* own = args.state + args.texts.slots[text] * width * args.channels + channel;
+  // For a row or two the state is advanced where it lies.
+  const bool direct = !begins && rows < 3 && count == wide;
+  const int64_t row = direct ? args.channels : wide;
+  const float* a = direct ? args.a + channel : rates;
+  if (!direct) {
+    copy_columns<kVecs>(args.a + channel, args.channels, rates, row, width, count, true);
+    if (begins)
+      for (int64_t i = 0; i < width * row; i += kLanes) store(state + i, zero());
+    else
+      copy_columns<kVecs>(own, args.channels, state, row, width, count, true);
+  } else {
+    state = own;
+  }
+  f32v bias[kVecs], skip[kVecs];
+  int64_t counts[kVecs];
+  for (int j = 0; j < kVecs; ++j) {
+    const int64_t n = count - j * kLanes;
+    counts[j] = n < 0 ? 0 : least(kLanes, n);
+    bias[j] = counts[j] ? load_n(args.bias + channel + j * kLanes, counts[j]) : zero();
+    skip[j] = counts[j] ? load_n(args.skip + channel + j * kLanes, counts[j]) : zero();
+  }
+  for (int64_t t = first; t < last; ++t) {
+    read_row(static_cast<const T*>(args.b) + t * args.b_row, width, false, 1.0f, keys);
+    read_row(static_cast<const T*>(args.c) + t * args.c_row, width, false, 1.0f, queries);
+    const T* x = static_cast<const T*>(args.x) + t * args.x_row + channel;
+    f32v step[kVecs], added[kVecs], y[kVecs];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) {
+      if (!counts[j]) {
+        step[j] = added[j] = y[j] = zero();
+        continue;
+      }
+      const f32v given = load_n(x + j * kLanes, counts[j]);
+      const int64_t at = t * args.step.row + (channel + j * kLanes) * args.step.head;
+      const f32v number = load_either<T>(args.step.data, args.step.is_f32, at, counts[j]);
+      const f32v d = softplus(number + bias[j]);
+      added[j] = d * given;
+      step[j] = d * set1(kLog2E);
+      y[j] = skip[j] * given;
+    }
+    for (int64_t i = 0; i < width; ++i) {
+      const f32v k = set1(keys[i]), q = set1(queries[i]);
+      float* at = state + i * row;
+      const float* rate = a + i * row;
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) {
+        const f32v decay = decay2(step[j] * load(rate + j * kLanes));
+        const f32v s = fma(k, added[j], decay * load(at + j * kLanes));
+        store(at + j * kLanes, s);
+        y[j] = fma(q, s, y[j]);
+      }
+    }
+    T* to = static_cast<T*>(args.y) + t * args.channels + channel;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j)
+      if (counts[j]) store_n(to + j * kLanes, y[j], counts[j]);
+  }
+  if (!direct) copy_columns<kVecs>(state, row, own, args.channels, width, count, false);
+}
+
+template <class T>
+IPEX_INLINE void selective(const SelectiveArgs& args, int64_t begin, int64_t end, char* scratch) {
+  const int64_t blocks = (args.channels + kRecurrenceColumns - 1) / kRecurrenceColumns;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t text = i / blocks;
+    if (args.texts.starts[text] == args.texts.starts[text + 1]) continue;
+    const int64_t first = i % blocks * kRecurrenceColumns;
+    const int64_t last = least(args.channels, first + kRecurrenceColumns);
+    for (int64_t c = first; c < last;) {
+      const int64_t count = least(4 * kLanes, last - c);
+      if (count > 2 * kLanes)
+        channels<4, T>(args, text, c, count, scratch);
+      else if (count > kLanes)
+        channels<2, T>(args, text, c, count, scratch);
+      else
+        channels<1, T>(args, text, c, count, scratch);
+      c += count;
+    }
+  }
+}
+
 // -- the short convolution ------------------------------------------------------------------------
 
 // `count` channels of a text, 0 < count <= kLanes. kTaps is 0 for any number of taps.
@@ -239,6 +334,10 @@ IPEX_INLINE void convolutions(const VarlenConvArgs& args, int64_t begin, int64_t
   void ipex_k_recurrence_##suffix(const ipex::RecurrenceArgs* args, int64_t begin, int64_t end, \
                                   char* scratch) {                                              \
     ipex::recurrence<T>(*args, begin, end, scratch);                                            \
+  }                                                                                             \
+  void ipex_k_selective_varlen_##suffix(const ipex::SelectiveArgs* args, int64_t begin,         \
+                                        int64_t end, char* scratch) {                           \
+    ipex::selective<T>(*args, begin, end, scratch);                                             \
   }                                                                                             \
   void ipex_k_causal_conv1d_varlen_##suffix(const ipex::VarlenConvArgs* args, int64_t begin,    \
                                             int64_t end, char* scratch) {                       \

@@ -42,6 +42,22 @@ struct RecurrenceArgs {
   bool delta, normalize;
 };
 
+// The selective scan of Mamba: channels decay at rates of their own.
+struct SelectiveArgs {
+  Texts texts;
+  const void* x;  // [T, E], rows x_row elements apart
+  const void* b;  // [T, N]
+  const void* c;
+  int64_t x_row, b_row, c_row;
+  HeadNumbers step;   // a head is a channel
+  const float* a;     // [N][E]
+  const float* bias;  // [E]
+  const float* skip;  // [E]
+  float* state;       // [S][N][E]
+  void* y;            // [T][E]
+  int64_t channels, width;
+};
+
 struct VarlenConvArgs {
   Texts texts;
   const void* x;  // [T, D]
@@ -64,6 +80,11 @@ inline int64_t recurrence_scratch_bytes(int64_t width) {
   const int64_t rows = (width + 15) / 16 * 16;
   return static_cast<int64_t>(sizeof(float)) * (rows * kRecurrenceColumns + 3 * rows);
 }
+// A block of the state and of A, and rows of B and C.
+inline int64_t selective_scratch_bytes(int64_t width) {
+  const int64_t rows = (width + 15) / 16 * 16;
+  return static_cast<int64_t>(sizeof(float)) * (2 * width * kRecurrenceColumns + 2 * rows);
+}
 inline int64_t varlen_conv_scratch_bytes(int64_t taps) {
   return static_cast<int64_t>(sizeof(float)) * 16 * (2 * taps + 1);
 }
@@ -71,10 +92,13 @@ inline int64_t varlen_conv_scratch_bytes(int64_t taps) {
 }  // namespace ipex
 
 // recurrence: blocks of kRecurrenceColumns values [begin, end), counted through texts and heads.
+// selective: blocks of kRecurrenceColumns channels [begin, end), counted through texts.
 // conv: blocks of kVarlenChannels channels [begin, end), counted through texts.
 #define IPEX_DECLARE_LINEAR_ATTENTION(suffix)                                                      \
   IPEX_KERNEL_API void ipex_k_recurrence_##suffix(const ipex::RecurrenceArgs* args, int64_t begin, \
                                                   int64_t end, char* scratch);                     \
+  IPEX_KERNEL_API void ipex_k_selective_varlen_##suffix(                                           \
+      const ipex::SelectiveArgs* args, int64_t begin, int64_t end, char* scratch);                 \
   IPEX_KERNEL_API void ipex_k_causal_conv1d_varlen_##suffix(                                       \
       const ipex::VarlenConvArgs* args, int64_t begin, int64_t end, char* scratch)
 IPEX_DECLARE_LINEAR_ATTENTION(f32);

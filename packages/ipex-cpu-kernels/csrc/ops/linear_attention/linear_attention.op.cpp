@@ -14,10 +14,12 @@ namespace {
 constexpr char kConv[] = "causal_conv1d_varlen";
 constexpr char kDelta[] = "gated_delta_rule";
 constexpr char kScan[] = "ssd_scan";
+constexpr char kSelective[] = "selective_scan_varlen";
 
 // One kernel for both, under the name of each.
 const auto delta_kernels = IPEX_KERNELS(kDelta, recurrence);
 const auto scan_kernels = IPEX_KERNELS(kScan, recurrence);
+const auto selective_kernels = IPEX_KERNELS(kSelective, selective_varlen);
 const auto conv_kernels = IPEX_KERNELS(kConv, causal_conv1d_varlen);
 
 // Numbers of a state that one task advances, at least: about a microsecond.
@@ -269,6 +271,71 @@ Tensor ssd_scan(const Tensor& x, const Tensor& dt, const Tensor& factor, const T
   return run(kScan, args, held, c, b, x, dt, state);
 }
 
+Tensor selective_scan_varlen(const Tensor& x0, const Tensor& dt, const Tensor& rates,
+                             const Tensor& b0, const Tensor& c0, const Tensor& skip,
+                             const Tensor& bias, const Tensor& state, const Tensor& starts,
+                             const Tensor& lengths, const Tensor& slots) {
+  const char* op = kSelective;
+  check_tensor(op, "x", x0);
+  IPEX_CHECK(x0.dim() == 2, op, ": x must be 2-D [T, E], got ", x0.dim(), "-D");
+  const int64_t rows = x0.size(0), channels = x0.size(1);
+  check_shaped(op, "dt", dt, {rows, channels}, x0, "x", true);
+  check_kind(op, "B", b0, x0, "x", false);
+  IPEX_CHECK(b0.dim() == 2 && b0.size(0) == rows && b0.size(1) > 0, op, ": B must have shape [",
+             rows, ", N], got ", shape_text(b0));
+  const int64_t width = b0.size(1);
+  check_kind(op, "C", c0, x0, "x", false);
+  check_shape(op, "C", c0, {rows, width});
+  check_float32(op, "A", rates, {width, channels}, "x");
+  const PerHead own_skip(op, "D", skip, channels, "x");
+  const PerHead own_bias(op, "dt_bias", bias, channels, "x");
+  const int64_t states = state.dim() == 3 ? state.size(0) : 0;
+  check_float32(op, "state", state, {states, width, channels}, "x");
+  check_writable(op, "state", state);
+  check_contiguous(op, "state", state);
+  const HeldTexts held(op, starts, lengths, slots, rows, states);
+
+  Tensor y = new_contiguous_like(x0);
+  if (y.numel() == 0) return y;
+  const Tensor x = dense_rows(x0), b = dense_rows(b0), c = dense_rows(c0), steps = dense_rows(dt);
+  const Tensor a = as_contiguous(rates);
+  SelectiveArgs args{};
+  args.texts = held.texts;
+  args.x = x.const_data_ptr();
+  args.b = b.const_data_ptr();
+  args.c = c.const_data_ptr();
+  args.x_row = x.stride(0);
+  args.b_row = b.stride(0);
+  args.c_row = c.stride(0);
+  args.step = {steps.const_data_ptr(), steps.stride(0), 1,
+               steps.scalar_type() == ScalarType::Float};
+  args.a = static_cast<const float*>(a.const_data_ptr());
+  args.bias = own_bias.data;
+  args.skip = own_skip.data;
+  args.state = static_cast<float*>(state.mutable_data_ptr());
+  args.y = y.mutable_data_ptr();
+  args.channels = channels;
+  args.width = width;
+  const int64_t blocks = (channels + kRecurrenceColumns - 1) / kRecurrenceColumns;
+  // An exponential for each number of the state takes as long as four products.
+  const int64_t work = 4 * std::min(channels, kRecurrenceColumns) * width *
+                       std::max<int64_t>(1, rows / args.texts.batch);
+  const int64_t bytes = selective_scratch_bytes(width);
+  std::atomic<bool> no_memory{false};
+  selective_kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+    parallel_for(args.texts.batch * blocks, std::max<int64_t>(1, kGrain / work),
+                 [&](int64_t begin, int64_t end) {
+                   char* room = Scratch<Area::kRecurrence>::get(bytes);
+                   if (room)
+                     kernel(&args, begin, end, room);
+                   else
+                     no_memory = true;
+                 });
+  });
+  IPEX_CHECK(!no_memory, op, ": not enough memory for a part of the state");
+  return y;
+}
+
 }  // namespace
 }  // namespace ipex
 
@@ -276,4 +343,5 @@ STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
   IPEX_IMPL(m, "causal_conv1d_varlen", ipex::causal_conv1d_varlen);
   IPEX_IMPL(m, "gated_delta_rule", ipex::gated_delta_rule);
   IPEX_IMPL(m, "ssd_scan", ipex::ssd_scan);
+  IPEX_IMPL(m, "selective_scan_varlen", ipex::selective_scan_varlen);
 }

@@ -104,14 +104,62 @@ IPEX_INLINE void keep_groups(const RoutingArgs& args, int32_t* keys, int32_t* gr
   }
 }
 
+IPEX_INLINE void scale(const RoutingArgs& args, float* weights) {
+  float sum = 0.0f;
+  for (int64_t i = 0; i < args.top_k; ++i) sum += weights[i];
+  if (args.renormalize)
+    for (int64_t i = 0; i < args.top_k; ++i) weights[i] /= sum + 1e-20f;
+  for (int64_t i = 0; i < args.top_k; ++i) weights[i] *= args.factor;
+}
+
+// Takes experts one after another. The weight of one is its softmax among those that are left and
+// not far below it.
+template <class T>
+IPEX_INLINE void mix(const RoutingArgs& args, const T* x, float* logits, int32_t* keys, float* left,
+                     int32_t* ids, float* weights) {
+  const int64_t experts = args.experts, padded = routing_padded(experts);
+  for (int64_t i = 0; i < experts; i += kLanes) {
+    const int64_t count = experts - i < kLanes ? experts - i : kLanes;
+    store_n(logits + i, load_n(x + i, count), count);
+  }
+  for (int64_t e = 0; e < experts; ++e) keys[e] = key_of(logits[e]);
+  for (int64_t e = experts; e < padded; ++e) keys[e] = kTaken;
+  for (int64_t i = 0; i < args.top_k; ++i) {
+    take_largest(keys, padded, 1, ids + i);
+    const int64_t chosen = ids[i];
+    const float top = logits[chosen];
+    for (int64_t e = 0; e < experts; ++e) {
+      const float size = logits[e] < 0 ? -logits[e] : logits[e];
+      const float below = top - logits[e];
+      const bool low = below / (size > top ? size : top) > 2.0f * args.jitter;
+      const bool taken = keys[e] == kTaken && e != chosen;
+      left[e] = low || taken ? -__builtin_inff() : -below;
+    }
+    f32v sum = zero();
+    for (int64_t e = 0; e < experts; e += kLanes) {
+      const int64_t count = experts - e < kLanes ? experts - e : kLanes;
+      sum = sum + keep_n(exp_nonpositive(load_n(left + e, count)), count, zero());
+    }
+    weights[i] = 1.0f / reduce_add(sum);
+  }
+}
+
 template <class T>
 IPEX_INLINE void run(const RoutingArgs& args, int64_t begin, int64_t end, float* scratch) {
   const int64_t padded = routing_padded(args.experts);
   float* scores = scratch;
   auto* keys = reinterpret_cast<int32_t*>(scratch + padded);
-  int32_t* group_keys = keys + padded;
+  auto* left = reinterpret_cast<float*>(keys + padded);
+  int32_t* group_keys = keys + 2 * padded;
   for (int64_t t = begin; t < end; ++t) {
     const T* x = static_cast<const T*>(args.logits) + t * args.stride;
+    int32_t* ids = args.ids + t * args.top_k;
+    float* weights = args.weights + t * args.top_k;
+    if (args.sparsemixer) {
+      mix(args, x, scores, keys, left, ids, weights);
+      scale(args, weights);
+      continue;
+    }
     if (args.sigmoid)
       score_row<true>(x, scores, args.experts);
     else
@@ -120,14 +168,9 @@ IPEX_INLINE void run(const RoutingArgs& args, int64_t begin, int64_t end, float*
       keys[e] = key_of(args.bias ? scores[e] + args.bias[e] : scores[e]);
     for (int64_t e = args.experts; e < padded; ++e) keys[e] = kTaken;
     if (args.groups > 1) keep_groups(args, keys, group_keys);
-    int32_t* ids = args.ids + t * args.top_k;
-    float* weights = args.weights + t * args.top_k;
     take_largest(keys, padded, args.top_k, ids);
-    float sum = 0.0f;
-    for (int64_t i = 0; i < args.top_k; ++i) sum += weights[i] = scores[ids[i]];
-    if (args.renormalize)
-      for (int64_t i = 0; i < args.top_k; ++i) weights[i] /= sum + 1e-20f;
-    for (int64_t i = 0; i < args.top_k; ++i) weights[i] *= args.factor;
+    for (int64_t i = 0; i < args.top_k; ++i) weights[i] = scores[ids[i]];
+    scale(args, weights);
   }
 }
 

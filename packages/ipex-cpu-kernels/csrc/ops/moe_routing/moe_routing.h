@@ -15,15 +15,15 @@ struct RoutingArgs {
   int64_t stride;
   int64_t experts, top_k;
   int64_t groups, top_groups;  // groups == 1: none
-  float factor;
-  bool sigmoid, renormalize;
+  float factor, jitter;        // the latter of sparsemixer
+  bool sigmoid, sparsemixer, renormalize;
 };
 
 inline int64_t routing_padded(int64_t experts) { return (experts + 15) / 16 * 16; }
 
 // Words of scratch that a call needs.
 inline int64_t routing_scratch(const RoutingArgs& args) {
-  return 2 * routing_padded(args.experts) + args.groups;
+  return 3 * routing_padded(args.experts) + args.groups;
 }
 
 }  // namespace ipex

@@ -43,17 +43,21 @@ void check_bias(const OptionalTensor& bias, int64_t experts) {
 std::tuple<Tensor, Tensor> moe_routing(const Tensor& logits, int64_t top_k, bool renormalize,
                                        std::string scoring_func, int64_t num_expert_group,
                                        int64_t topk_group, const OptionalTensor& bias,
-                                       double factor) {
+                                       double factor, double jitter) {
   const char* op = "moe_routing";
   check_tensor(op, "router_logits", logits);
   IPEX_CHECK(logits.dim() == 2, op, ": router_logits must be 2-D, got ", shape_text(logits));
   const int64_t tokens = logits.size(0), experts = logits.size(1);
-  IPEX_CHECK(scoring_func == "softmax" || scoring_func == "sigmoid", op,
-             ": scoring_func must be one of softmax, sigmoid, got ", scoring_func);
+  const bool sparsemixer = scoring_func == "sparsemixer";
+  IPEX_CHECK(scoring_func == "softmax" || scoring_func == "sigmoid" || sparsemixer, op,
+             ": scoring_func must be one of softmax, sigmoid, sparsemixer, got ", scoring_func);
   IPEX_CHECK(top_k > 0 && top_k <= experts, op,
              ": top_k must be between 1 and the number of experts = ", experts, ", got ", top_k);
   check_groups(experts, top_k, num_expert_group, topk_group);
+  IPEX_CHECK(jitter >= 0, op, ": jitter must be 0 or more, got ", jitter);
   check_bias(bias, experts);
+  IPEX_CHECK(!sparsemixer || (num_expert_group <= 1 && !bias), op,
+             ": scoring_func must be softmax or sigmoid with groups or a bias, got sparsemixer");
 
   const int64_t sizes[2] = {tokens, top_k};
   Tensor weights = new_contiguous(sizes, 2, ScalarType::Float);
@@ -73,7 +77,9 @@ std::tuple<Tensor, Tensor> moe_routing(const Tensor& logits, int64_t top_k, bool
       .groups = std::max<int64_t>(1, num_expert_group),
       .top_groups = topk_group,
       .factor = static_cast<float>(factor),
+      .jitter = static_cast<float>(jitter),
       .sigmoid = scoring_func == "sigmoid",
+      .sparsemixer = sparsemixer,
       .renormalize = renormalize,
   };
   const int64_t bytes = routing_scratch(args) * static_cast<int64_t>(sizeof(float));

@@ -31,6 +31,7 @@ __all__ = [
     "NormPlan",
     "RopePlan",
     "ScanPlan",
+    "SelectivePlan",
     "linear_modules",
     "projections",
 ]
@@ -52,11 +53,12 @@ class NormPlan:
     module: nn.Module
     eps: float
     offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
+    bare: bool = False  # the weight that the module has is not used (Falcon-Mamba)
 
     @property
     def weight(self) -> Tensor | None:
         """The weight as it is stored (without `offset`); None: the norm has none."""
-        return self._values("weight")
+        return None if self.bare else self._values("weight")
 
     @property
     def bias(self) -> Tensor | None:
@@ -153,8 +155,9 @@ class AttentionPlan:
     softcap: float = -1.0
     sinks: Tensor | None = None  # [heads]
     clip_qkv: float | None = None
-    #: Queries are multiplied with ``1 + scale * log(1 + floor((position + 1) / floor_scale))`` (Llama 4); the two.
-    temperature: tuple[float, float] | None = None
+    #: Queries are multiplied with ``1 + scale * log(1 + floor((position + shift) / floor_scale))``: scale, floor_scale
+    #: and shift, which is 1 (Llama 4) or 0 (Ministral 3).
+    temperature: tuple[float, float, float] | None = None
     latent: LatentPlan | None = None  # `kv_heads` is 1 then
     #: `qkv` gives a row of gates as wide as all queries behind the values; their sigmoid multiplies what is attended.
     gated: bool = False
@@ -211,8 +214,23 @@ class ScanPlan(ConvPlan):
     # rows of `input`: gate, x, B, C, dt
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SelectivePlan(ConvPlan):
+    """Mamba: a convolution with silu, the selective scan and a gate. See the op ``selective_scan_varlen``."""
+
+    module: nn.Module  # has A_log and D
+    middle: LinearPlan  # reads what the convolution gives; rows: what steps are made of, B, C
+    step: LinearPlan  # to the steps of all channels; its bias is added in float32
+    rank: int  # features of what steps are made of
+    state_dim: int
+    step_norm: NormPlan | None = None  # before `step` (Jamba)
+    key_norm: NormPlan | None = None  # of B
+    query_norm: NormPlan | None = None  # of C
+    # rows of `input`: x, gate
+
+
 #: A block that keeps a state of fixed size instead of keys and values.
-MixerPlan = ConvPlan | DeltaPlan | ScanPlan
+MixerPlan = ConvPlan | DeltaPlan | ScanPlan | SelectivePlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,11 +243,13 @@ class MlpPlan:
     activation: Activation
     #: `up` holds both projections in one module: first all rows of the gate, then all rows of up.
     fused: bool = False
+    #: Two layers of low rank, one behind the other; what they give is added to what `up` gives (Zamba 2).
+    low: tuple[LinearPlan, LinearPlan] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """A routed mixture of gated experts, with an optional shared one."""
+    """A routed mixture of experts, with an optional shared one."""
 
     router: nn.Module
     router_weight: Tensor  # [E, hidden]
@@ -247,7 +267,7 @@ class ExpertsPlan:
     top_k: int
     intermediate_size: int
     activation: Activation
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"]
     renormalize: bool
     groups: int = 0
     top_groups: int = 0
@@ -258,6 +278,26 @@ class ExpertsPlan:
     shared_gate: nn.Module | None = None  # sigmoid gate of the shared expert (Qwen2-MoE)
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    jitter: float = 0.0  # of "sparsemixer" (Phi-MoE)
+    gated: bool = True  # False: `gate_up` has the rows of up alone, ``[E, I, hidden]`` (Nemotron-H)
+    #: Around the experts, but not around the router and what is shared: to fewer features, and back (Nemotron-H).
+    entry: LinearPlan | None = None
+    exit: LinearPlan | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SidePlan:
+    """Attention and an mlp behind it, without residuals: ``output(mlp(mlp_norm(attention(norm([h, e])))))``.
+
+    They read the stream and the embeddings of the tokens side by side. What comes out is added to what the norm of
+    the layer reads, and not to the residual (Zamba 2, whose layers of this kind share weights).
+    """
+
+    norm: NormPlan
+    attention: AttentionPlan
+    mlp_norm: NormPlan
+    mlp: MlpPlan
+    output: LinearPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,8 +324,17 @@ class LayerPlan:
     residual_scale: float = 1.0  # factor on what a block adds
     #: A block with a state that reads what `attention` reads; the sum of both is added (Falcon-H1).
     beside: MixerPlan | None = None
+    #: In front of a layer with a state as its only block.
+    side: SidePlan | None = None
     #: The residual is what the norm (of either block) gave, not what it read (Bloom's option).
     residual_after_norm: bool = False
+
+    @property
+    def cached(self) -> AttentionPlan | None:
+        """The attention of the layer that has keys and values in the cache, or None."""
+        if self.side is not None:
+            return self.side.attention
+        return self.attention if isinstance(self.attention, AttentionPlan) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -317,7 +366,7 @@ class DecoderPlan:
     @property
     def attentions(self) -> list[AttentionPlan]:
         """The attentions of the layers that have keys and values."""
-        return [p.attention for p in self.layers if isinstance(p.attention, AttentionPlan)]
+        return [p.cached for p in self.layers if p.cached is not None]
 
     @property
     def has_states(self) -> bool:

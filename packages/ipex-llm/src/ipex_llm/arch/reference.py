@@ -30,6 +30,8 @@ from ipex_llm.arch import (
     NormPlan,
     RopePlan,
     ScanPlan,
+    SelectivePlan,
+    SidePlan,
 )
 
 Tensor = torch.Tensor
@@ -116,10 +118,10 @@ def _head_norm(plan: AttentionPlan, norm: NormPlan | None, x: Tensor) -> Tensor:
     )
 
 
-def query_factors(positions: Tensor, temperature: tuple[float, float]) -> Tensor:
+def query_factors(positions: Tensor, temperature: tuple[float, float, float]) -> Tensor:
     """Return the factor on the queries of each position, float32; see `AttentionPlan.temperature`."""
-    scale, floor = temperature
-    return 1.0 + scale * torch.log1p(torch.floor((positions.float() + 1.0) / floor))
+    scale, floor, shift = temperature
+    return 1.0 + scale * torch.log1p(torch.floor((positions.float() + shift) / floor))
 
 
 def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
@@ -208,6 +210,12 @@ def per_head(module: nn.Module, name: str) -> Tensor:
     return value.detach().float().contiguous()  # type: ignore[no-any-return]
 
 
+def rates_of(module: nn.Module) -> Tensor:
+    """Return the rates ``[N, E]`` at which the numbers of a state of Mamba decay, float32 and negative."""
+    value: Any = module.A_log
+    return -torch.exp(value.detach().float()).t().contiguous()
+
+
 def step_limits(plan: ScanPlan) -> tuple[float, ...]:
     """Return the last arguments of ``ssd_scan``: the least and the largest step, nothing for a scan without limits."""
     if plan.limits is None:
@@ -259,8 +267,33 @@ def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
         parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + plan.norm.eps)
         weight = plan.norm.weight
         return parts.flatten(1) if weight is None else parts.flatten(1) * weight.float()
+    if isinstance(plan, SelectivePlan):
+        return _select(plan, rows, texts)
     b, c, x = rows.chunk(3, dim=-1)
     return c * _convolve(plan, b * x, "none", texts)
+
+
+def _select(plan: SelectivePlan, rows: Tensor, texts: tuple[Tensor, ...]) -> Tensor:
+    x, gate = rows.chunk(2, dim=-1)
+    x = _convolve(plan, x, "silu", texts)
+    low = run_linear(plan.middle, x)
+    step, keys, queries = low.split([plan.rank, plan.state_dim, plan.state_dim], dim=-1)
+    step_module: Any = plan.step.modules[0]
+    y = torch.ops.ipex.selective_scan_varlen(
+        *(x, functional.linear(run_norm(plan.step_norm, step), step_module.weight.float())),
+        *(rates_of(plan.module), run_norm(plan.key_norm, keys), run_norm(plan.query_norm, queries)),
+        *(per_head(plan.module, "D"), bias_of(step_module)),
+        rows.new_zeros(1, plan.state_dim, plan.channels),
+        *texts,
+    )
+    return y * functional.silu(gate)  # type: ignore[no-any-return]
+
+
+def bias_of(module: Any) -> Tensor:
+    """Return the bias of a linear layer, float32; zeros without one."""
+    if module.bias is None:
+        return torch.zeros(module.out_features)
+    return module.bias.detach().float()  # type: ignore[no-any-return]
 
 
 def run_attention(plan: AttentionPlan | MixerPlan, x: Tensor) -> Tensor:
@@ -273,6 +306,8 @@ def run_attention(plan: AttentionPlan | MixerPlan, x: Tensor) -> Tensor:
 def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:
     """A dense mlp on ``[T, hidden]``."""
     up = run_linear(plan.up, x)
+    if plan.low is not None:
+        up = up + run_linear(plan.low[1], run_linear(plan.low[0], x))
     if plan.fused:
         gate, up = up.chunk(2, dim=-1)
         up = combine_gate(plan.activation, gate, up)
@@ -295,6 +330,7 @@ def _route(plan: ExpertsPlan, x: Tensor) -> tuple[Tensor, Tensor]:
         plan.top_groups,
         None if plan.correction_bias is None else plan.correction_bias.float(),
         plan.routed_scale,
+        plan.jitter,
     )
     return weights, ids
 
@@ -309,6 +345,11 @@ def _product(x: Tensor, part: Tensor | tuple[nn.Module, ...], expert: int, flip:
 def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
     if isinstance(plan.gate_up, Tensor):
         both = _product(x, plan.gate_up, expert, plan.transposed)
+        if not plan.gated:
+            if plan.gate_up_bias is not None:
+                both = both + plan.gate_up_bias[expert].float()
+            y = _product(activate(plan.activation, both), plan.down, expert, plan.transposed)
+            return y if plan.down_bias is None else y + plan.down_bias[expert].float()
         if plan.gate_up_bias is not None:
             both = both + plan.gate_up_bias[expert].float()
         if plan.interleaved:
@@ -333,6 +374,9 @@ def run_experts(plan: ExpertsPlan, x: Tensor) -> Tensor:
     """A mixture of experts on ``[T, hidden]``."""
     x = x.float()
     weights, ids = _route(plan, x)
+    plain = x
+    if plan.entry is not None:
+        x = run_linear(plan.entry, x)
     y = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         rows, places = torch.where(ids == expert)
@@ -344,10 +388,12 @@ def run_experts(plan: ExpertsPlan, x: Tensor) -> Tensor:
     whole = getattr(plan.module, "sum_over_ranks", None)
     if whole is not None and isinstance(plan.down, Tensor):  # seen from outside of a sharded model
         y = whole(y)
+    if plan.exit is not None:
+        y = run_linear(plan.exit, y)
     if plan.shared is not None:
-        shared = run_mlp(plan.shared, x)
+        shared = run_mlp(plan.shared, plain)
         if plan.shared_gate is not None:
-            shared = torch.sigmoid(run_linear(LinearPlan((plan.shared_gate,)), x)) * shared
+            shared = torch.sigmoid(run_linear(LinearPlan((plan.shared_gate,)), plain)) * shared
         y = y + shared
     return y
 
@@ -364,10 +410,16 @@ def _feed_forward(plan: LayerPlan, x: Tensor, parallel: Any) -> Tensor:
     return run_norm(plan.post_mlp_norm, y) * plan.residual_scale
 
 
-def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any) -> Tensor:
+def _run_side(plan: SidePlan, h: Tensor, embedded: Tensor) -> Tensor:
+    x = run_attention(plan.attention, run_norm(plan.norm, torch.cat([h, embedded], dim=-1)))
+    return run_linear(plan.output, run_mlp(plan.mlp, run_norm(plan.mlp_norm, x)))
+
+
+def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any, embedded: Tensor) -> Tensor:
     if plan.attention is None:
         return h + _feed_forward(plan, run_norm(plan.mlp_norm, h), parallel)
-    x = run_norm(plan.input_norm, h)
+    read = h if plan.side is None else h + _run_side(plan.side, h, embedded)
+    x = run_norm(plan.input_norm, read)
     attention = _sum(parallel, run_attention(plan.attention, x))
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
     if plan.beside is not None:
@@ -414,9 +466,9 @@ def run_plan(plan: DecoderPlan, input_ids: Tensor) -> Tensor:
 
 
 def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
-    h = _embed(plan, ids)
+    h = embedded = _embed(plan, ids)
     for layer in plan.layers:
-        h = _run_layer(layer, h, plan.parallel)
+        h = _run_layer(layer, h, plan.parallel, embedded)
     h = run_norm(plan.final_norm, h)
     if plan.output_projection is not None:
         h = run_linear(plan.output_projection, h)

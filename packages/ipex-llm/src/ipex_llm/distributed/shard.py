@@ -188,6 +188,10 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
         raise OpArgumentError(
             "optimize: model must have projections to keys and values to be divided, got latent attention"
         )
+    if isinstance(layer.mlp, ExpertsPlan) and (not layer.mlp.gated or layer.mlp.entry is not None):
+        raise OpArgumentError(
+            "optimize: model must have experts with gates to be divided, got experts without gates or in fewer features"
+        )
     split_heads(a.heads, a.kv_heads, parallel.rank, parallel.ranks)
     for norm in (a.query_norm, a.key_norm):
         if norm is not None and a.norm_over == "all":

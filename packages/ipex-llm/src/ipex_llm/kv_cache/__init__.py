@@ -161,13 +161,13 @@ class StateShape:
 
     Attributes:
         history: Steps and channels.
-        state: Heads, keys and values, float32; None: there is no recurrence.
+        state: Heads, keys and values, or keys and values, float32; None: there is no recurrence.
         dtype: dtype of the steps.
-        values_first: Whether caches of transformers store the state as heads, values and keys.
+        values_first: Whether caches of transformers store the state with values before keys.
     """
 
     history: tuple[int, int]
-    state: tuple[int, int, int] | None
+    state: tuple[int, ...] | None
     dtype: torch.dtype
     values_first: bool = False
 

@@ -338,7 +338,7 @@ def give_up(cache: Any, config: Any) -> bool:
         steps = found[0].transpose(1, 2)
         cache.update_conv_state(steps, index, conv_kernel_size=shape.history[0] + 1)
         if shape.state is not None:
-            swapped = found[1].transpose(2, 3) if shape.values_first else found[1]
+            swapped = found[1].transpose(-1, -2) if shape.values_first else found[1]
             cache.update_recurrent_state(swapped.contiguous(), index)
     return True
 

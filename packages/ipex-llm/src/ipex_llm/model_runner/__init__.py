@@ -334,13 +334,11 @@ class Runner:
 
 
 def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
-    if layer.beside is not None:
-        assert isinstance(layer.attention, AttentionPlan)
-        return _rows_shape(layer.attention), state_shape(layer.beside, dtype)
-    plan = layer.attention
-    if plan is None:
-        return None
-    return _rows_shape(plan) if isinstance(plan, AttentionPlan) else state_shape(plan, dtype)
+    plan, rows = layer.attention, layer.cached
+    mixer = layer.beside if isinstance(plan, AttentionPlan) else plan
+    if rows is None:
+        return None if mixer is None else state_shape(mixer, dtype)
+    return _rows_shape(rows) if mixer is None else (_rows_shape(rows), state_shape(mixer, dtype))
 
 
 def _rows_shape(plan: AttentionPlan) -> LayerShape:

@@ -114,9 +114,28 @@ class WeightStore:
         plans = [plan] if partner is None else [plan, partner]
         modules = [module for one in plans for module in one.modules]
         key = (partner is not None, *map(id, modules))
+        if key not in self._memo and len(modules) == 1:
+            self._share(key, plan)
         if key not in self._memo:
             self._memo[key] = dataclasses.replace(self._any(plans, False), factors=plan.factors)
         return self._memo[key]
+
+    def _share(self, key: tuple[int, ...], plan: LinearPlan) -> None:
+        """Let modules that share all their parameters have one packed weight (the shared layers of Zamba 2)."""
+        module = plan.modules[0]
+        parameters = module._parameters
+        weight = parameters.get("weight")
+        owners = [] if weight is None else self.shared.get(id(weight), ())
+        if len(owners) < 2 or plan.order is not None or plan.factors is not None:
+            return
+        own = -1, *map(id, parameters.values())
+        if own in self._memo:
+            for name, value in parameters.items():
+                if value is not None:
+                    self._plain.append((module, name, value, version_of(value)))
+        else:
+            self._memo[own] = self._any([plan], False)
+        self._memo[key] = self._memo[own]
 
     def fused_gate(self, plan: LinearPlan) -> Linear:
         """Pack one module that holds gate rows and then up rows, interleaved."""

@@ -120,7 +120,7 @@ def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
     if id(gate_up) not in owners or id(down) not in owners:
         raise UnsupportedPlan(_ELSEWHERE)
     made: list[Tensor] = []
-    for gated, parameter in ((True, gate_up), (False, down)):
+    for gated, parameter in ((plan.gated, gate_up), (False, down)):
         assert isinstance(parameter, Tensor)
         form = (plan.transposed, gated and plan.interleaved)
         rows = woq_experts.as_rows(parameter.detach(), *form)

@@ -13,27 +13,31 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan
-from ipex_llm.arch.reference import filter_of, per_head, step_limits
+from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan, SelectivePlan
+from ipex_llm.arch.reference import bias_of, filter_of, per_head, rates_of, step_limits
 from ipex_llm.kv_cache import StateShape
-from ipex_llm.model_runner.dense import WeightStore
+from ipex_llm.model_runner.dense import Linear, WeightStore
 
 Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mixer:
-    """What ops read besides linear layers, float32.
+    """What ops read besides the linear layers at both ends, float32.
 
     Attributes:
         taps: Filter ``[W, D]``.
         bias: ``[D]``, or None.
-        vectors: ``[H]``: A and dt_bias, and D of Mamba-2.
+        vectors: ``[H]``: A and dt_bias, and D of Mamba-2; of Mamba A ``[N, D]``, D and dt_bias.
+        middle: Linear layer behind the convolution of Mamba.
+        step: From what steps are made of to the steps of Mamba, without its bias.
     """
 
     taps: Tensor
     bias: Tensor | None
     vectors: tuple[Tensor, ...] = ()
+    middle: Linear | None = None
+    step: Linear | None = None
 
 
 def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
@@ -46,7 +50,18 @@ def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
         for name in names:
             store.watch(plan.module, "A_log" if name == "A" else name)
         vectors = tuple(per_head(plan.module, name) for name in names)
+    if isinstance(plan, SelectivePlan):
+        return _pack_selective(store, plan)
     return Mixer(*filter_of(plan), vectors)
+
+
+def _pack_selective(store: WeightStore, plan: SelectivePlan) -> Mixer:
+    module = plan.step.modules[0]
+    for owner, name in ((plan.module, "A_log"), (plan.module, "D"), (module, "bias")):
+        store.watch(owner, name)
+    vectors = rates_of(plan.module), per_head(plan.module, "D"), bias_of(module)
+    step = dataclasses.replace(store.linear(plan.step), bias=None)
+    return Mixer(*filter_of(plan), vectors, store.linear(plan.middle), step)
 
 
 def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
@@ -56,12 +71,15 @@ def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
         return StateShape(history, (plan.heads, plan.key_dim, plan.value_dim), dtype)
     if isinstance(plan, ScanPlan):
         return StateShape(history, (plan.heads, plan.state_dim, plan.head_dim), dtype, True)
+    if isinstance(plan, SelectivePlan):
+        return StateShape(history, (plan.state_dim, plan.channels), dtype, True)
     return StateShape(history, None, dtype)
 
 
 def state_parts(plan: MixerPlan) -> tuple[str, ...]:
     """Return the names of the tensors in which a block stores its state."""
-    return ("history", "state") if isinstance(plan, (DeltaPlan, ScanPlan)) else ("history",)
+    recurrent = isinstance(plan, (DeltaPlan, ScanPlan, SelectivePlan))
+    return ("history", "state") if recurrent else ("history",)
 
 
 def write_mixer(
@@ -83,6 +101,8 @@ def write_mixer(
         return _delta(writer, index, plan, weights, rows)
     if isinstance(plan, ScanPlan):
         return _scan(writer, index, plan, weights, rows)
+    if isinstance(plan, SelectivePlan):
+        return _select(writer, index, plan, weights, rows)
     b, width = writer.b, plan.channels
     first, gate, x = (b.call("narrow", rows, 1, i * width, width) for i in range(3))
     y = _convolve(writer, index, plan, weights, b.call("mul", first, x), "none")
@@ -163,3 +183,26 @@ def _scan(writer: Any, index: int, plan: ScanPlan, weights: Mixer, rows: Registe
         return result
     wide: Register = b.call("mul", result, b.constant(weight.to(writer.e.store.dtype)))
     return wide
+
+
+def _select(
+    writer: Any, index: int, plan: SelectivePlan, weights: Mixer, rows: Register
+) -> Register:
+    b, size = writer.b, plan.state_dim
+    assert weights.middle is not None and weights.step is not None
+    x, gate = _parts(writer, rows, plan.channels, plan.channels)
+    x = _convolve(writer, index, plan, weights, x, "silu")
+    low = _parts(writer, writer.linear(weights.middle, x), plan.rank, size, size)
+    norms = plan.step_norm, plan.key_norm, plan.query_norm
+    step, keys, queries = (
+        part if norm is None else writer.norm(norm, part)
+        for norm, part in zip(norms, low, strict=True)
+    )
+    factor, skip, bias = map(b.constant, weights.vectors)
+    y = b.call(
+        "selective_scan_varlen",
+        *(x, writer.linear(weights.step, step), factor, keys, queries, skip, bias),
+        *(writer.state_caches[index][1], *writer.texts),
+    )
+    result: Register = b.call("silu_mul", gate, y)
+    return result

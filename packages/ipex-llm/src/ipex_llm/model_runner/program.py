@@ -33,6 +33,8 @@ from ipex_llm.arch import (
     MixerPlan,
     MlpPlan,
     NormPlan,
+    SelectivePlan,
+    SidePlan,
     projections,
 )
 from ipex_llm.model_runner.attention import (
@@ -59,6 +61,7 @@ Tensor = torch.Tensor
 
 #: Activations that ``fused_experts`` computes.
 _EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+_UNGATED_ACTIVATIONS = ("relu2",)
 
 
 def rope_key(attention: AttentionPlan) -> str | None:
@@ -76,9 +79,14 @@ class LayerWeights:
     experts: Experts | None = None
     router: Linear | None = None
     shared_gate: Linear | None = None
+    entry: Linear | None = None
+    exit: Linear | None = None
     latent: Latent | None = None
     mixer: Mixer | None = None
     beside: LayerWeights | None = None
+    #: Of the attention and the mlp at the side, and what is behind them.
+    side: LayerWeights | None = None
+    last: Linear | None = None
 
 
 class Emitter:
@@ -124,9 +132,14 @@ class Emitter:
         if layer.beside is not None:
             first, last = map(store.linear, projections(layer.beside))
             packed.beside = LayerWeights(first, last, mixer=pack_mixer(store, layer.beside))
+        if layer.side is not None:
+            first, last = map(store.linear, projections(layer.side.attention))
+            packed.side = LayerWeights(first, last, self._mlp(layer.side.mlp))
+            packed.last = store.linear(layer.side.output)
         if isinstance(mlp, ExpertsPlan):
             packed.router = _router(mlp, store.dtype)
             packed.experts = pack_experts(store, mlp)
+            packed.entry, packed.exit = self._linear(mlp.entry), self._linear(mlp.exit)
             if mlp.shared is not None:
                 packed.mlp = self._mlp(mlp.shared)
             if mlp.shared_gate is not None:
@@ -139,6 +152,8 @@ class Emitter:
     def _mlp(self, mlp: MlpPlan) -> tuple[Linear, ...]:
         store = self.store
         down = store.linear(mlp.down)
+        if mlp.low is not None:
+            return store.linear(mlp.up), *map(store.linear, mlp.low), down
         if mlp.fused:
             if mlp.activation in GATES:
                 return store.fused_gate(mlp.up), down
@@ -188,6 +203,9 @@ class Emitter:
                 first, last = projections(layer.attention)
                 yield PackedLinear(packed.qkv, (first,), False)
                 yield PackedLinear(packed.output, (last,), False)
+            if isinstance(layer.attention, SelectivePlan):
+                assert packed.mixer is not None and packed.mixer.middle is not None
+                yield PackedLinear(packed.mixer.middle, (layer.attention.middle,), False)
             if packed.beside is not None:
                 assert layer.beside is not None and packed.beside.qkv and packed.beside.output
                 first, last = projections(layer.beside)
@@ -198,6 +216,10 @@ class Emitter:
                 assert latent is not None and latent.query is not None
                 yield PackedLinear(packed.latent.query, (latent.query,), False)
             mlp = layer.mlp.shared if isinstance(layer.mlp, ExpertsPlan) else layer.mlp
+            if isinstance(layer.mlp, ExpertsPlan) and packed.entry and packed.exit:
+                assert layer.mlp.entry is not None and layer.mlp.exit is not None
+                yield PackedLinear(packed.entry, (layer.mlp.entry,), False)
+                yield PackedLinear(packed.exit, (layer.mlp.exit,), False)
             if mlp is None:
                 continue
             yield PackedLinear(packed.mlp[-1], (mlp.down,), False)
@@ -236,10 +258,12 @@ def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
 def _check(layer: LayerPlan) -> None:
     """Raise if no op computes a part of a layer."""
     mlp = layer.mlp
+    if layer.side is not None:
+        check_mlp(layer.side.mlp)
     if isinstance(mlp, ExpertsPlan):
         if mlp.scale_input and mlp.top_k != 1:
             raise UnsupportedPlan("the weights of several experts multiply their input")
-        if mlp.activation not in _EXPERT_ACTIVATIONS:
+        if mlp.activation not in (_EXPERT_ACTIVATIONS if mlp.gated else _UNGATED_ACTIVATIONS):
             raise UnsupportedPlan(f"activation {mlp.activation!r} of experts")
         mlp = mlp.shared
     if mlp is not None:
@@ -282,25 +306,35 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         latent, mlp = latent_of(layer.attention), layer.mlp
         for linear in () if layer.attention is None else projections(layer.attention):
             yield (linear,), False
+        if isinstance(layer.attention, SelectivePlan):
+            yield (layer.attention.middle,), False
+            yield (layer.attention.step,), False
         for linear in () if layer.beside is None else projections(layer.beside):
             yield (linear,), False
+        if layer.side is not None:
+            block = layer.side.mlp
+            others = *projections(layer.side.attention), layer.side.output
+            for linear in (*others, block.up, block.down, *(block.low or ())):
+                yield (linear,), False
         if latent is not None:
             yield (LinearPlan((latent.up,)),), False
             if latent.query is not None:
                 yield (latent.query,), False
-        block = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
+        dense = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
         if isinstance(mlp, ExpertsPlan) and mlp.shared_gate is not None:
             yield (LinearPlan((mlp.shared_gate,)),), False
-        if block is None:
+        if isinstance(mlp, ExpertsPlan):
+            yield from (((one,), False) for one in (mlp.entry, mlp.exit) if one is not None)
+        if dense is None:
             continue
-        yield (block.down,), False
-        gated = block.activation in GATES
-        if block.gate is not None and together(block):
-            yield (block.gate, block.up), True
+        yield (dense.down,), False
+        gated = dense.activation in GATES
+        if dense.gate is not None and together(dense):
+            yield (dense.gate, dense.up), True
         else:
-            yield (block.up,), block.fused and gated
-            if block.gate is not None:
-                yield (block.gate,), False
+            yield (dense.up,), dense.fused and gated
+            if dense.gate is not None:
+                yield (dense.gate,), False
 
 
 def check_forms(
@@ -363,7 +397,7 @@ class Writer:
         self.state_caches: list[tuple[Register, ...]] = []
         for i, layer in enumerate(self.plan.layers):
             attention, mixer = layer.attention, layer.beside
-            rows = parts if isinstance(attention, AttentionPlan) else ()
+            rows = () if layer.cached is None else parts
             if attention is not None and not isinstance(attention, AttentionPlan):
                 mixer = attention
             states_of = () if mixer is None else state_parts(mixer)
@@ -396,6 +430,7 @@ class Writer:
         h: Register = self.hidden
         if plan.embedding_norm is not None:
             h = self.norm(plan.embedding_norm, h)
+        self.embedded = h
         pending: Register | None = None  # what the last block adds to the stream
         for index, layer in enumerate(plan.layers):
             h, pending = self.layer(index, layer, e.layers[index], h, pending)
@@ -507,7 +542,11 @@ class Writer:
         """Write one layer; return the stream and what is still to be added to it."""
         attention = layer.attention
         first = layer.mlp_norm if attention is None else layer.input_norm
-        x, h = self._normed(first, h, pending)
+        if layer.side is None:
+            x, h = self._normed(first, h, pending)
+        else:
+            h = h if pending is None else self.b.call("add", h, pending)
+            x, _ = self._normed(first, self._side(index, layer.side, w, h), None)
         if self.states is not None:
             self.states.append(h)
         if attention is None:
@@ -558,6 +597,15 @@ class Writer:
         if layer.residual_scale != 1.0:
             y = self.b.call("mul", y, layer.residual_scale)
         return y
+
+    def _side(self, index: int, plan: SidePlan, w: LayerWeights, h: Register) -> Register:
+        """Write an attention and an mlp at the side; return the stream with what they give."""
+        assert w.side is not None and w.side.qkv and w.side.output and w.last is not None
+        x = self.norm(plan.norm, self.b.call("cat", [h, self.embedded], 1))
+        attended = write_attention(self, index, plan.attention, self.linear(w.side.qkv, x))
+        x = self.norm(plan.mlp_norm, self.linear(w.side.output, attended))
+        inner = write_inner(self, plan.mlp, w.side.mlp, x)
+        return self.linear(w.last, self.linear(w.side.mlp[-1], inner), residual=h)
 
     def _beside(
         self, index: int, plan: MixerPlan, w: LayerWeights | None, x: Register, h: Register
@@ -625,6 +673,8 @@ def check_mlp(mlp: MlpPlan) -> None:
     Raises:
         UnsupportedPlan: No op computes it.
     """
+    if mlp.low is not None and not mlp.fused:
+        raise UnsupportedPlan("layers of low rank beside a plain layer")
     if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
         raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
     if mlp.gate is not None and mlp.gate.factors is not None and mlp.activation != "silu":
@@ -636,6 +686,10 @@ def check_mlp(mlp: MlpPlan) -> None:
 def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register) -> Register:
     """Write everything before the down projection."""
     b, act = writer.b, mlp.activation
+    if mlp.low is not None:
+        both = writer.linear(weights[0], x)
+        both = writer.linear(weights[2], writer.linear(weights[1], x), residual=both)
+        return _chunked(writer, act, both, weights[0].features // 2)
     if mlp.gate is None and not mlp.fused:
         return _activated(writer, act, weights[0], x)
     if together(mlp):
@@ -645,12 +699,22 @@ def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Re
         result: Register = b.call("silu_mul", gate, up)
         return result
     if mlp.fused:
-        both = writer.linear(weights[0], x)
-        size = weights[0].features // 2
-        gate = b.call("narrow", both, 1, 0, size)
-        result = b.call("mul", SEPARATE[act](b, gate), b.call("narrow", both, 1, size, size))
-        return result
+        return _chunked(writer, act, writer.linear(weights[0], x), weights[0].features // 2)
     return writer.linear(weights[1], x, mul=_activated(writer, act, weights[0], x))
+
+
+def _chunked(writer: Writer, act: str, both: Register, size: int) -> Register:
+    """Write the activation of the first half of the features times the second."""
+    b = writer.b
+    gate, up = (b.call("narrow", both, 1, start, size) for start in (0, size))
+    result: Register
+    if act == "silu":
+        result = b.call("silu_mul", gate, up)
+    elif act in ("gelu", "gelu_tanh"):
+        result = b.call("gelu_mul", gate, up, "none" if act == "gelu" else "tanh")
+    else:
+        result = b.call("mul", SEPARATE[act](b, gate), up)
+    return result
 
 
 def _activated(writer: Writer, name: str, weight: Linear, x: Register) -> Register:
@@ -679,9 +743,12 @@ def write_experts(writer: Writer, mlp: ExpertsPlan, w: LayerWeights, x: Register
         mlp.top_groups,
         None if correction is None else b.constant(correction.detach().float()),
         mlp.routed_scale,
+        mlp.jitter,
     )
     if mlp.scale_input:
         x, weights = _scaled_input(writer, x, weights)
+    if w.entry is not None:
+        x = writer.linear(w.entry, x)
     e = w.experts
     y: Register = b.call(
         "fused_experts",
@@ -693,6 +760,8 @@ def write_experts(writer: Writer, mlp: ExpertsPlan, w: LayerWeights, x: Register
         swiglu_limit=mlp.swiglu_limit,
         lowp_mode=e.lowp,
     )
+    if w.exit is not None:
+        y = writer.linear(w.exit, y)
     if mlp.shared is None:
         return y
     inner = write_inner(writer, mlp.shared, w.mlp, plain)

@@ -30,7 +30,7 @@ from ipex_quant.weight_only.build import quantized
 Tensor = torch.Tensor
 #: In front of the name of a parameter in state dicts: transformers rewrites entries with the names of parameters.
 SAVED = "woq_"
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")
 
 
 def as_rows(weight: Tensor, transposed: bool, interleaved: bool) -> Tensor:
@@ -300,7 +300,7 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     module = plan.module
     stacks: dict[str, _Stack] = {}
     made: dict[str, Tensor] = {}
-    pairs = zip(_names(plan, plan.gate_up, plan.down), (True, False), strict=True)
+    pairs = zip(_names(plan, plan.gate_up, plan.down), (plan.gated, False), strict=True)
     for key, gated in pairs:
         assert key is not None
         parameter = module._parameters[key]
@@ -317,7 +317,8 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     biases = _names(plan, plan.gate_up_bias, plan.down_bias)
     rule: Any = {"router": None, "router_weight": None, "module": None, "gate_up": None}
     rule |= {"down": None, "gate_up_bias": None, "down_bias": None, "router_bias": None}
-    rule |= {"correction_bias": None, "shared": None, "shared_gate": None}
+    rule |= {"correction_bias": None, "shared": None, "shared_gate": None, "entry": None}
+    rule |= {"exit": None}
     bare = dataclasses.replace(plan, **rule)
     update(module, experts=_State(stacks, bare, (biases[0], biases[1]), qconfig, dtype))
     swap(module, _Experts)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -39,7 +39,7 @@ class Choice:
         stacked: Stacked experts: name of their module, plan, configuration.
         notes: All mixtures of experts that are not linear layers.
         config: What was asked for.
-        routers: Names of the layers that choose experts.
+        routers: Names of the layers that choose experts, and of others that stay.
     """
 
     linears: tuple[ChosenLinear, ...]
@@ -91,9 +91,19 @@ def choose(model: nn.Module, plan: DecoderPlan | None, config: Any) -> Choice:
     kept = {m for one in found for m in (one.router, one.shared_gate) if m is not None}
     every = model.named_modules(remove_duplicate=False)
     routers = tuple(n for n, m in every if m in kept and isinstance(m, nn.Linear))
-    linears, skipped = choose_linears("optimize", model, config, routers)
+    steps = tuple(_steps(model))
+    linears, skipped = choose_linears("optimize", model, config, (*routers, *steps))
     skipped |= dict.fromkeys(routers, "it chooses experts")
-    return Choice(tuple(linears), skipped, tuple(stacked), notes, config, routers)
+    skipped |= dict.fromkeys(steps, "its block reads the weight without calling it")
+    return Choice(tuple(linears), skipped, tuple(stacked), notes, config, (*routers, *steps))
+
+
+def _steps(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the layers that blocks of Mamba never call, since they add the bias later."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        step = getattr(module, "dt_proj", None)
+        if isinstance(step, nn.Linear) and getattr(module, "A_log", None) is not None:
+            yield f"{name}.dt_proj".lstrip(".")
 
 
 def quantize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ def window_of(config: Config, attention: nn.Module, index: int) -> int:
     if kinds is not None and index < len(kinds):
         if kinds[index] != "sliding_attention":
             return -1
+    elif getattr(attention, "attention_type", None) in ("local", "global"):  # GPT-Neo
+        window = config.get("window_size") if attention.attention_type == "local" else None
     elif hasattr(attention, "is_sliding"):
         if not attention.is_sliding:
             return -1
@@ -282,12 +284,19 @@ def _gates_last(plan: AttentionPlan) -> Tensor:
     return torch.cat([heads[:, 0].flatten(), rest, heads[:, 1].flatten()])
 
 
-def _temperature(config: Config, attention: nn.Module) -> tuple[float, float] | None:
-    """Return scale and floor of the factor that layers without rotation have on queries."""
+def _temperature(
+    config: Config, attention: nn.Module, rotated: bool
+) -> tuple[float, float, float] | None:
+    """Return scale, floor and shift of the factor that layers with or without rotation have on queries."""
+    if rotated:
+        rope = config.get("rope_parameters", default={})
+        names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+        beta, most = (rope.get(name) if isinstance(rope, Mapping) else None for name in names)
+        return (float(beta), float(most), 0.0) if beta and most else None
     if not getattr(attention, "attn_temperature_tuning", False):
         return None
     scale, floor = (_number(config, attention, name) for name in ("attn_scale", "floor_scale"))
-    return None if scale is None or floor is None else (scale, floor)
+    return None if scale is None or floor is None else (scale, floor, 1.0)
 
 
 def _settle(
@@ -312,7 +321,7 @@ def _settle(
     after = [False, True] if base.query_norm is not None else [False]
     most = getattr(config.get("attn_config"), "alibi_bias_max", None) or 8.0
     slopes = _slopes(base.heads, float(most))
-    temperature = _temperature(config, attention)
+    temperatures = [_temperature(config, attention, rotated) for rotated in (False, True)]
 
     def candidates() -> Iterator[AttentionPlan]:
         for old in hint:
@@ -332,9 +341,8 @@ def _settle(
                 rope=rope,
                 scale=scale,
                 norm_after_rope=late,
+                temperature=temperatures[rope is not None],  # shows at later positions only
             )
-            if rope is None and temperature is not None:  # it shows from position floor - 1 on only
-                plan = dataclasses.replace(plan, temperature=temperature)
             yield plan
             if rope is None:
                 yield dataclasses.replace(plan, alibi_slopes=slopes)

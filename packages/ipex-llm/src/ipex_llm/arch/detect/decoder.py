@@ -20,6 +20,7 @@ from ipex_llm.arch import (
     MixerPlan,
     MlpPlan,
     NormPlan,
+    SidePlan,
     projections,
 )
 from ipex_llm.arch.detect.attention import (
@@ -161,6 +162,9 @@ def match_layer(
     if not trace.ran(layer):
         children = ", ".join(name for name, _ in layer.named_children())
         raise trace.error(layer, f"does not run on text alone (its parts: {children})")
+    side = _side_parts(layer)
+    if side is not None:
+        return _with_side(trace, config, decoder, layer, index, hint, *side)
     module, mixer = find_attention(layer), find_mixer(layer)
     children = ", ".join(name for name, _ in layer.named_children())
     blocks = [child for child in layer.children() if not is_norm(child)]
@@ -237,6 +241,79 @@ def match_layer(
     if spare and found.last_norm is None:
         raise trace.error(spare[0], "is a norm at a place that is not understood")
     return found
+
+
+def _side_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:
+    """Return the parts of a layer with another one at its side: that one, the layer behind its output, the own block.
+
+    None: it is no such layer (Zamba 2).
+    """
+    parts = list(layer.children())
+    aside = [m for m in parts if find_attention(m) is not None]
+    own = [m for m in parts if find_mixer(m) is not None]
+    last = [m for m in parts if is_linear(m)]
+    if [len(aside), len(own), len(last), len(parts)] != [1, 1, 1, 3]:
+        return None
+    return aside[0], last[0], own[0]
+
+
+def _with_side(
+    trace: Trace,
+    config: Config,
+    decoder: nn.Module,
+    layer: nn.Module,
+    index: int,
+    hint: list[AttentionPlan],
+    aside: nn.Module,
+    last: nn.Module,
+    own: nn.Module,
+) -> Layer:
+    """Return the plan of a layer whose parts `_side_parts` gave.
+
+    Raises:
+        MatchError: A part is not understood.
+    """
+    h, embedded = trace.input(layer), trace.input(_find(trace)[1][0])
+    module = find_attention(aside)
+    assert module is not None
+    attention = match_attention(trace, config, decoder, module, index, hint)
+    mlp, mlp_in, mlp_out = _feed_forward(trace, config, aside)
+    norms = _norms(trace, aside)
+    flow = _Flow(trace, norms, h, trace.output(layer), h, h, mlp_in)
+    before, between = flow.giving(trace.input(attention.qkv.modules[0])), flow.giving(mlp_in)
+    attended = trace.output(attention.output.modules[0])
+    known = (
+        before is not None
+        and between is not None
+        and len(norms) == 2
+        and isinstance(mlp, MlpPlan)
+        and same(trace.input(before), torch.cat([h, embedded], dim=-1))
+        and same(trace.input(between), attended)
+        and same(trace.input(last), mlp_out)
+        and same(trace.input(own), h)
+    )
+    if not known:
+        raise trace.error(aside, "reads or gives something that is not understood")
+    assert before is not None and between is not None and isinstance(mlp, MlpPlan)
+    block = find_mixer(own)
+    assert block is not None
+    mixer = match_mixer(trace, config, block)
+    inner = _norms(trace, own)
+    total = h.float() + trace.output(last).float()
+    given = in_order(mixer.output, trace.output(mixer.output.modules[0]).float())
+    fits = (
+        len(inner) == 1
+        and distance(trace.input(inner[0]).float(), total) <= tolerance(h)
+        and same(trace.output(inner[0]), trace.input(block))
+        and _plain_sum(trace.output(layer), h, given) is not None
+    )
+    if not fits:
+        raise trace.error(own, "adds its block in a way that is not understood")
+    side = SidePlan(
+        match_norm(trace, before), attention, match_norm(trace, between), mlp, linear_plan(last)
+    )
+    plan = LayerPlan(layer, mixer, None, match_norm(trace, inner[0]), None, side=side)
+    return Layer(plan)
 
 
 def _scaled(
@@ -347,10 +424,16 @@ def _holders(trace: Trace) -> list[tuple[str, nn.Module, nn.ModuleList]]:
         for child, layers in owner.named_children():
             if not isinstance(layers, nn.ModuleList) or not len(layers):
                 continue
-            blocks = (find_attention(layer) or find_mixer(layer) for layer in layers)
+            blocks = (_block(layer) for layer in layers)
             if any(b and trace.ran(m) for b, m in zip(blocks, layers, strict=True)):
                 found.append((f"{name}.{child}".lstrip("."), owner, layers))
     return found
+
+
+def _block(layer: nn.Module) -> nn.Module | None:
+    """Return the block of a layer that mixes tokens, or the block of the layer in it."""
+    side = _side_parts(layer)
+    return find_attention(layer) or find_mixer(layer if side is None else side[2])
 
 
 def _embedding(trace: Trace, owner: nn.Module) -> nn.Module | None:
@@ -409,8 +492,8 @@ def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]
         except MatchError as error:
             yield layer, error
             continue
-        attention = found.plan.attention
-        if not isinstance(attention, AttentionPlan):
+        attention = found.plan.cached
+        if attention is None:
             pass
         elif attention.latent is None and not any(_alike(attention, old) for old in hint):
             hint.append(attention)

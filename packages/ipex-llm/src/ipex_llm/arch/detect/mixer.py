@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a layer that keep a state in the place of keys and values: short convolutions, gated delta nets, Mamba-2.
+"""Blocks of a layer that keep a state in the place of keys and values: short convolutions, gated delta nets, Mamba.
 
 As for attention, names say what the parts could be, and numbers say what they are.
 """
@@ -15,13 +15,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ipex_llm.arch import ConvPlan, DeltaPlan, LinearPlan, MixerPlan, NormPlan, ScanPlan
-from ipex_llm.arch.detect.parts import linear_plan, with_factor
-from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
+from ipex_llm.arch import (
+    ConvPlan,
+    DeltaPlan,
+    LinearPlan,
+    MixerPlan,
+    NormPlan,
+    ScanPlan,
+    SelectivePlan,
+)
+from ipex_llm.arch.detect.parts import linear_plan, match_norm, with_factor
+from ipex_llm.arch.detect.trace import (
+    Config,
+    Trace,
+    distance,
+    is_norm,
+    linears,
+    same,
+    settle,
+    tolerance,
+)
 from ipex_llm.arch.reference import in_order, mix
 
 Tensor = torch.Tensor
 
+_MAMBA_1 = ("in_proj", "x_proj", "dt_proj", "out_proj")
 _PARTS = tuple(re.compile(rf"(^|_){name}(_proj)?$") for name in ("qkv", "z", "b", "a"))
 
 
@@ -33,12 +51,8 @@ def _convolution(module: nn.Module) -> nn.Conv1d | None:
 
 
 def find_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the block of a layer that has a short convolution; not of Mamba-1, whose states have no heads."""
-    found = [
-        child
-        for child in layer.children()
-        if _convolution(child) is not None and getattr(child, "A_log", torch.zeros(1)).ndim == 1
-    ]
+    """Return the block of a layer that has a short convolution."""
+    found = [child for child in layer.children() if _convolution(child) is not None]
     return found[0] if len(found) == 1 else None
 
 
@@ -52,6 +66,8 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     names = ", ".join(name for name, _ in parts) or "none"
     source = trace.input(module)
     own: Any = module
+    if getattr(own, "A_log", torch.zeros(1)).ndim == 2:
+        return _selective(trace, own, dict(parts), source)
     scale = float(getattr(own, "ssm_in_multiplier", 1.0))
     source = source if scale == 1.0 else source * scale
     inner = [(name, m) for name, m in parts if same(trace.input(m), source)]
@@ -144,6 +160,45 @@ def _recurrences(
                 *(linear, linear_plan(output), conv, module, norm),
                 *(group, heads, shared // group, size),
             )
+
+
+def _selective(trace: Trace, module: Any, parts: dict[str, nn.Module], source: Tensor) -> MixerPlan:
+    """Return the plan of a block of Mamba, whose channels have rates of their own."""
+    first, middle, last = (parts.get(name) for name in ("in_proj", "x_proj", "out_proj"))
+    step, conv = getattr(module, "dt_proj", None), _convolution(module)
+    rates, skip = module.A_log, getattr(module, "D", None)
+    name = type(module).__name__
+    whole = first is not None and middle is not None and last is not None and conv is not None
+    if not whole or not isinstance(step, nn.Module) or set(parts) - {*_MAMBA_1}:
+        raise trace.error(module, f"{name} has linear layers ({', '.join(parts)}) unlike Mamba's")
+    assert first is not None and middle is not None and last is not None and conv is not None
+    channels, size = rates.shape
+    rank = trace.output(middle).shape[-1] - 2 * size
+    fits = (
+        rank > 0
+        and conv.in_channels == channels == getattr(step, "out_features", 0)
+        and isinstance(skip, nn.Parameter)
+        and list(skip.shape) == [channels]
+        and trace.output(first).shape[-1] == 2 * channels
+        and same(trace.input(first), source)
+    )
+    if not fits:
+        raise trace.error(module, f"{name} has parameters of other shapes than Mamba's")
+    norms = {
+        part: match_norm(trace, norm)
+        for part in ("dt", "b", "c")
+        for norm in [getattr(module, f"{part}_layernorm", None)]
+        if isinstance(norm, nn.Module)
+    }
+    plan = SelectivePlan(
+        *(linear_plan(first), linear_plan(last), conv, module),
+        *(linear_plan(middle), linear_plan(step), rank, size),
+        *(norms.get(part) for part in ("dt", "b", "c")),
+    )
+    off = distance(mix(plan, trace.output(first)), trace.input(last))
+    if off > tolerance(trace.input(last)):
+        raise trace.error(module, f"{name} computes something else (off by {off:.1e})")
+    return plan
 
 
 def _limits(module: Any) -> tuple[float, float] | None:

@@ -67,7 +67,9 @@ def match_norm(trace: Trace, module: nn.Module) -> NormPlan:
             if offset and weight is None:
                 continue
             if weight is not None and weight.shape[-1] != x.shape[-1]:
-                continue
+                if offset or isinstance(weight, nn.Parameter):
+                    continue
+                plan = dataclasses.replace(plan, bare=True)
             error = distance(_apply(plan, x), y)
             if error < nearest:
                 best, nearest = plan, error
@@ -289,6 +291,7 @@ def match_mlp(
         MatchError: The linear layers do not form an mlp, or the activation is unknown.
     """
     parts = list(linears(module, trace)) if parts is None else parts
+    low, parts = _low_rank(trace, parts)
     names = ", ".join(name for name, _ in parts) or "none"
     if not 2 <= len(parts) <= 3:
         raise trace.error(module, f"has linear layers ({names}) that do not form an mlp")
@@ -303,6 +306,10 @@ def match_mlp(
     expected = trace.input(down)
     width = expected.shape[-1]
     values = [trace.output(m).float() for m in ups]
+    if low is not None and len(ups) == 1:
+        values[0] = values[0] + trace.output(low[1]).float()
+    elif low is not None:
+        raise trace.error(module, f"has linear layers ({names}) with one of low rank beside them")
     fused = len(ups) == 1 and values[0].shape[-1] == 2 * width
 
     factors = [getattr(module, f"{name}_multiplier", None) for name in ("gate", "down")]
@@ -325,7 +332,30 @@ def match_mlp(
     if plan is None:
         raise trace.error(module, f"has an unknown activation or gate (off by {off:.1e})")
     gate = None if plan.gate is None else with_factor(plan.gate, first)
-    return dataclasses.replace(plan, gate=gate, down=with_factor(plan.down, last))
+    plans = None if low is None else (linear_plan(low[0]), linear_plan(low[1]))
+    return dataclasses.replace(plan, gate=gate, down=with_factor(plan.down, last), low=plans)
+
+
+def _low_rank(
+    trace: Trace, parts: list[tuple[str, nn.Module]]
+) -> tuple[tuple[nn.Module, nn.Module] | None, list[tuple[str, nn.Module]]]:
+    """Return two layers of low rank behind each other that are beside a larger one, and the other linear layers."""
+    for _, first in parts:
+        behind = [m for _, m in parts if same(trace.input(m), trace.output(first))]
+        if len(behind) != 1:
+            continue
+        wide = trace.output(behind[0]).shape
+        beside = [
+            m
+            for _, m in parts
+            if m not in (first, behind[0])
+            and same(trace.input(m), trace.input(first))
+            and trace.output(m).shape == wide
+        ]
+        if len(beside) == 1 and len(parts) == 4:
+            left = [one for one in parts if one[1] not in (first, behind[0])]
+            return (first, behind[0]), left
+    return None, parts
 
 
 # --- mixtures of experts --------------------------------------------------------------------------------------------
@@ -349,6 +379,7 @@ class _Weights:
     gate_up: Any
     down: Any
     experts: int
+    gated: bool = True
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     both: tuple[tuple[bool, bool], ...] = ((False, False),)  # (transposed, interleaved)
@@ -359,6 +390,9 @@ def _stacked(block: nn.Module, hidden: int) -> _Weights | None:
     experts = getattr(block, "experts", block)
     up = getattr(experts, "gate_up_proj", None)
     down = getattr(experts, "down_proj", None)
+    gated = isinstance(up, Tensor) or not isinstance(getattr(experts, "up_proj", None), Tensor)
+    if not gated:
+        up = experts.up_proj
     if not isinstance(up, Tensor):
         up = getattr(getattr(experts, "input_linear", None), "weight", None)
         down = getattr(getattr(experts, "output_linear", None), "weight", None)
@@ -368,15 +402,16 @@ def _stacked(block: nn.Module, hidden: int) -> _Weights | None:
     for transposed in (False, True):
         inside = 2 if transposed else 1
         if up.shape[3 - inside] == hidden and down.shape[inside] == hidden:
-            for interleaved in (False, True):
+            for interleaved in (False, True)[: 1 + gated]:
                 both.append((transposed, interleaved))
-                sizes.append(up.shape[inside] // 2)
+                sizes.append(up.shape[inside] // (1 + gated))
     return _Weights(
         experts,
         up,
         down,
         up.shape[0],
-        getattr(experts, "gate_up_proj_bias", None),
+        gated,
+        getattr(experts, "gate_up_proj_bias" if gated else "up_proj_bias", None),
         getattr(experts, "down_proj_bias", None),
         tuple(both),
         tuple(sizes),
@@ -427,7 +462,9 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     """
     x, expected = trace.input(block), trace.output(block)
     hidden = x.shape[-1]
-    weights = _stacked(block, hidden) or _listed(trace, block)
+    entry, last = _around(trace, block, x)
+    width = hidden if entry is None else trace.output(entry.modules[0]).shape[-1]
+    weights = _stacked(block, width) or _listed(trace, block)
     for part in (weights.gate_up, weights.down):
         if (
             isinstance(part, Tensor) and part.shape[0] != weights.experts
@@ -444,7 +481,10 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         raise trace.error(block, "does not tell how many experts a token goes to")
     groups = _find(owners, "num_group", "n_group") or 0
     shared, shared_gate = _shared(trace, block)
-    bias = _find(owners[:3], "e_score_correction_bias", "expert_bias")
+    inside = [module for owner in owners[:2] if owner is not None for module in owner.modules()]
+    bias = _find([*owners[:3], *inside], "e_score_correction_bias", "expert_bias")
+    if isinstance(bias, Tensor) and bias.numel() == weights.experts:
+        bias = bias.view(-1)  # ERNIE has a row
     alpha = _find([weights.module, config.raw], "alpha", "swiglu_alpha")
     limit = _find([weights.module, config.raw], "limit", "swiglu_limit")
     first = next(iter(weights.module.children()), weights.module)
@@ -479,8 +519,12 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         shared_gate=shared_gate,
         swiglu_alpha=alpha if isinstance(alpha, float) else 1.702,
         swiglu_limit=limit if isinstance(limit, float) else 7.0,
+        gated=weights.gated,
+        jitter=float(_find(owners, "router_jitter_noise") or 0.0),
+        entry=entry,
+        exit=last,
     )
-    scale = float(_find(owners, "routed_scaling_factor") or 1.0)
+    scale = float(_find(owners, "routed_scaling_factor", "router_scaling_factor") or 1.0)
     candidates = _expert_candidates(plan, weights, names, scale)
 
     def error(candidate: ExpertsPlan) -> float:
@@ -502,7 +546,7 @@ def _expert_candidates(
     for (form, size), name, scoring, again, factor, cut, early in itertools.product(
         zip(weights.both, weights.sizes, strict=True),
         names,
-        ("softmax", "sigmoid"),
+        ("softmax", "sigmoid", *(["sparsemixer"] if plan.jitter else [])),
         (True, False),
         dict.fromkeys((scale, 1.0)),
         grouped,
@@ -521,6 +565,24 @@ def _expert_candidates(
             top_groups=plan.top_groups if cut else 0,
             scale_input=early,
         )
+
+
+def _around(
+    trace: Trace, block: nn.Module, x: Tensor
+) -> tuple[LinearPlan | None, LinearPlan | None]:
+    """Return the linear layers that all that experts read, and all that they give, goes through."""
+    found = [m for m in block.children() if is_linear(m) and trace.ran(m)]
+    experts: Any = getattr(block, "experts", None)
+    if not isinstance(experts, nn.Module) or not trace.ran(experts):
+        return None, None
+    read, given = trace.input(experts), trace.output(experts)
+    if same(read, x):
+        return None, None
+    first = [m for m in found if same(trace.output(m), read) and same(trace.input(m), x)]
+    last = [m for m in found if same(trace.input(m), given)]
+    if len(first) != 1 or len(last) != 1:
+        return None, None
+    return linear_plan(first[0]), linear_plan(last[0])
 
 
 def _shared(trace: Trace, block: nn.Module) -> tuple[MlpPlan | None, nn.Module | None]:

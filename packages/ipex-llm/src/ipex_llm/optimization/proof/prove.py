@@ -24,6 +24,7 @@ from ipex_llm.arch import (
     LayerPlan,
     MixerPlan,
     ScanPlan,
+    SelectivePlan,
 )
 from ipex_llm.optimization.proof.probes import Probe, distance, outcome, probes
 from ipex_llm.optimization.proof.small import (
@@ -89,6 +90,8 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         groups: object = False
         if isinstance(plan, ScanPlan):
             groups = plan.norm_groups > 1, plan.limits is None
+        elif isinstance(plan, SelectivePlan):
+            groups = plan.step_norm is None, plan.key_norm is None, plan.query_norm is None
         order = plan.input.order is None, len(plan.input.modules)
         return type(plan), plan.conv.bias is None, norm, groups, *order
     rope = plan.rope
@@ -113,6 +116,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         kinds[index] if index < len(kinds) else (),
         *_attention_key(plan.attention),
         *_attention_key(plan.beside),
+        *(() if plan.side is None else ("side", *_attention_key(plan.side.attention))),
         plan.input_norm is None,
         plan.mlp_norm is None,
         plan.post_attention_norm is None,
@@ -123,6 +127,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
         parts += [mlp.correction_bias is None, mlp.shared is None, mlp.shared_gate is None]
+        parts += [mlp.gated, mlp.entry is None]
     elif mlp is not None:
         parts += [mlp.gate is None, mlp.fused]
     return tuple(parts)

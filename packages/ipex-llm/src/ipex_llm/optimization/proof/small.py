@@ -160,6 +160,10 @@ class _Sizes:
         whole = self.heads * self.head
         wide = new_heads * HEAD if self.hidden == whole else new_heads * HEAD + 32
         self.new_heads, self.new_kv = new_heads, new_kv
+        # Attention that is a multiple of the stream wide, since it reads more than that (Zamba 2).
+        multiple = _first(config, ("attention_hidden_size",)) == whole and whole % self.hidden == 0
+        if multiple and whole > self.hidden:
+            wide = new_heads * HEAD // (whole // self.hidden)
         self.table = {self.hidden * k: wide * k for k in (1, 2, 3, 4)}
         self.table.update({whole: new_heads * HEAD, self.kv * self.head: new_kv * HEAD})
         self.table[self.hidden] = wide
