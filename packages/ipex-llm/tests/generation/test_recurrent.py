@@ -53,8 +53,11 @@ def test_structure(name: str) -> None:
     model = build(name)
     plan = match(model)
     kinds = [type(layer.attention).__name__ for layer in plan.layers]
-    attentions = {"mamba2": 0, "falcon_h1": 2}.get(name, 1)
-    assert kinds.count("AttentionPlan") == len(plan.attentions) == attentions and plan.has_states
+    aside = sum(layer.side is not None for layer in plan.layers)  # Zamba 2
+    attentions = {"falcon_h1": 2, "zamba2": 2, "zamba2_blocks": 3}.get(name, 1)
+    attentions = 0 if name in ("mamba", "falcon_mamba", "mamba2") else attentions
+    assert kinds.count("AttentionPlan") + aside == len(plan.attentions) == attentions
+    assert plan.has_states
     assert verify(model, plan) < 1e-4
 
 
@@ -124,7 +127,27 @@ def test_what_a_cache_cannot_do() -> None:
     close(fast(input_ids=ids, cache=cache).logits, logits(fast, ids))
 
 
-@pytest.mark.parametrize("name", NAMES)
+#: The stock model begins anew with each part of a prompt.
+FORGETFUL = ("jamba", "mamba", "falcon_mamba")
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n in FORGETFUL])
+@torch.no_grad()
+def test_a_stock_forward_that_goes_on_token_by_token(name: str) -> None:
+    model, fast, ids = build(name), optimized(name), text(2, 12, seed=4)
+    want = logits(model, ids)
+    first = fast(input_ids=ids[:, :7], use_cache=True)
+    cache, more = cache_of(first), {}
+    if name == "jamba":  # the others have no attentions, and leave the option out
+        more["output_attentions"] = True
+    for at in range(7, 12):
+        step = fast(input_ids=ids[:, at : at + 1], cache=cache, **more)
+        close(step.logits[:, 0], want[:, at])
+        cache = cache_of(step)
+    assert (state_of_cache(cache) is None) == (name == "jamba")
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in FORGETFUL])
 @torch.no_grad()
 def test_calls_of_the_stock_forward_go_on_with_the_same_cache(name: str) -> None:
     model, fast = build(name), optimized(name)

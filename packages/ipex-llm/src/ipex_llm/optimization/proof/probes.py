@@ -30,11 +30,14 @@ class Probe:
         name: For readers of `ipex.explain`.
         run: Model -> what is compared.
         call: What kind of call it is, of `CALLS`; empty: one that every model must answer.
+        whole: Model -> what is right, too, for models with states: what the whole text gives. Mamba of transformers
+            begins anew with each part of a prompt, and masks of one token more than that.
     """
 
     name: str
     run: Callable[[Any], list[Tensor]]
     call: str = ""
+    whole: Callable[[Any], list[Tensor]] | None = None
 
 
 def outcome(result: Any) -> Tensor:
@@ -124,6 +127,15 @@ def _continued(model: Any, ids: Tensor, mask: Tensor, start: int, positions: boo
     return found
 
 
+def _at_once(model: Any, ids: Tensor, mask: Tensor, start: int) -> list[Tensor]:
+    """Return what `_continued` must give, from one call."""
+    result = outcome(
+        model(input_ids=ids, attention_mask=mask, position_ids=_places(mask), use_cache=False)
+    )
+    cuts = [(0, start), *((i, i + 1) for i in range(start, ids.shape[1]))]
+    return [result[:, begin:end][mask[:, begin:end].bool()] for begin, end in cuts]
+
+
 def _generated(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
     made = model.generate(
         ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
@@ -155,7 +167,13 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
         RESTARTS,
     )
     cuts = sorted({half, min(2 * half + 1, length), length - 1, length})
-    yield Probe("a prompt in chunks", lambda m: _steps(m, ids, cuts), RESTARTS)
+    sizes = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
+    yield Probe(
+        "a prompt in chunks",
+        lambda m: _steps(m, ids, cuts),
+        RESTARTS,
+        lambda m: list(_plain(m, ids)[0].split(sizes, dim=1)),
+    )
     if length < 8:
         return
     ones = torch.ones_like(ids)
@@ -178,11 +196,13 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
         "padding on the left with position_ids, token by token",
         lambda m: _continued(m, ids, mask, length - 3, True),
         "padding",
+        lambda m: _at_once(m, ids, mask, length - 3),
     )
     yield Probe(
         "padding on the left, token by token",
         lambda m: _continued(m, ids, mask, length - 3, False),
         "padding without position_ids",
+        lambda m: _at_once(m, ids, mask, length - 3),
     )
     shifted = (torch.arange(length - 3) + 3).unsqueeze(0)
     yield Probe(

@@ -276,7 +276,11 @@ def _texts(case: _Case, plans: Sequence[LayerPlan]) -> int:
 
 
 def _run(
-    case: _Case, attach: Callable[[frozenset[str]], nn.Module], texts: int, loop: bool
+    case: _Case,
+    attach: Callable[[frozenset[str]], nn.Module],
+    texts: int,
+    loop: bool,
+    states: bool = False,
 ) -> frozenset[str]:
     """Run all probes.
 
@@ -285,6 +289,7 @@ def _run(
         attach: Returns the copy with programs, for calls that run the stock forward.
         texts: How many texts to read.
         loop: Whether ``generate`` runs a loop of ours.
+        states: Whether layers keep a state.
 
     Returns:
         The calls that must run the stock forward.
@@ -297,10 +302,14 @@ def _run(
     every = list(probes(case.config, case.reach, case.positions(), texts, loop))
     for probe in every:
         why = case.check(fast, probe)
+        if why and states and probe.whole is not None:
+            why = compared(probe, fast, probe.whole(case.stock))
         if why and probe.call:
-            calls |= {probe.call}
-            fast = attach(calls)
-            why = case.check(fast, probe)
+            tried = calls | {probe.call}
+            other = attach(tried)
+            more = case.check(other, probe)
+            if not more:
+                calls, fast, why = tried, other, more
         if why:
             raise _Failed(why)
     return calls
@@ -325,7 +334,8 @@ def _stack(case: _Case) -> Verdict:
 
     plan: DecoderPlan = match(copy.deepcopy(case.stock))
     loop = hasattr(case.stock, "generate") and plan.head is not None
-    calls = _run(case, make, _texts(case, match(case.stock).layers), loop)
+    texts = _texts(case, match(case.stock).layers)
+    calls = _run(case, make, texts, loop, plan.has_states)
     if case.half and (why := case.check_half(make(calls, torch.bfloat16))):
         raise _Failed(why)
     keys = frozenset(_key(case, index, layer) for index, layer in enumerate(plan.layers))
