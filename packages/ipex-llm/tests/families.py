@@ -54,7 +54,7 @@ _CONFIG_NAMES = {
 }
 
 #: Families whose whole decoder is not matched on purpose.
-UNMATCHED: frozenset[str] = frozenset({"jamba", "mllama", "phimoe", "yuan"})
+UNMATCHED: frozenset[str] = frozenset({"mllama", "yuan"})
 
 
 @torch.no_grad()

@@ -283,8 +283,8 @@ def _fused_experts(
     half``. The activation ``"swigluoai"``, gpt-oss's, is ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``
     with ``g = min(gate, limit)``. With ``"relu2"`` (Nemotron-H) there is no gate: ``w2 @ relu(w13 @ x + w13_bias)^2 +
     w2_bias`` with I rows in ``w13``. Products are accumulated in float32; what goes from the first to the second
-    product is rounded to the dtype of the input, and so is the sum over the experts, once. The sum runs in the order of the
-    experts, so a token's result depends neither on the number of threads nor on the order of its ids.
+    product is rounded to the dtype of the input, and so is the sum over the experts, once. The sum runs in the order of
+    the experts, so a token's result depends neither on the number of threads nor on the order of its ids.
 
     A shared expert is one more such MLP that every token goes to.
 
