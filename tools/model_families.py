@@ -132,7 +132,7 @@ def compare(model: Any, count: int) -> Iterator[dict[str, str]]:
                 worst, wrong = float("inf"), f"{call.text}: {line(error)}"
                 break
             worst = max(worst, off)
-            if not wrong and off > TOLERANCE and off > patterns.sensitivity(model, call):
+            if not wrong and off > TOLERANCE and off > 2 * patterns.sensitivity(model, call):
                 wrong = call.text
         row[f"depth {depth}"] = f"{worst:.0e}"
         if wrong:

@@ -54,7 +54,7 @@ _CONFIG_NAMES = {
 }
 
 #: Families whose whole decoder is not matched on purpose.
-UNMATCHED: frozenset[str] = frozenset({"mllama", "yuan"})
+UNMATCHED: frozenset[str] = frozenset({"jamba_gelu", "mllama", "yuan"})
 
 
 @torch.no_grad()

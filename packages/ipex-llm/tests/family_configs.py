@@ -36,6 +36,14 @@ _GPT: dict[str, Any] = {
 }
 _MHA = {"num_key_value_heads": 4}
 FOUR_LAYERS = {"num_hidden_layers": 4}
+_JAMBA = {
+    **BASE,
+    **FOUR_LAYERS,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_experts": 2,
+    "mamba_d_state": 4,
+}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 LLAMA3 = {
@@ -272,15 +280,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
-    "jamba": (
-        "Jamba",
-        {
-            **BASE,
-            **FOUR_LAYERS,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 2,
-            "mamba_d_state": 4,
-        },
-    ),
+    "jamba": ("Jamba", _JAMBA),
+    # With an activation behind the convolution that no op has: some layers are understood, others are not.
+    "jamba_gelu": ("Jamba", {**_JAMBA, "hidden_act": "gelu"}),
 }

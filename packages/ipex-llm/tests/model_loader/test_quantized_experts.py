@@ -156,7 +156,7 @@ def test_memory():
 
 
 @needs_stacks
-def test_experts_of_a_model_that_is_not_matched(name="jamba"):
+def test_experts_of_a_model_that_is_not_matched(name="jamba_gelu"):
     fast = optimize(FAMILIES[name](), quantization_config=config())
     assert not reached(fast).done
     rows = [row for row in ipex_core.explain(fast).rows if row.step == "experts"]

@@ -69,7 +69,7 @@ CASES = [
     *(("mixtral", name) for name in ("float32", "int8", "mixed", "split", "depth 2")),
     *(("qwen3_moe", name) for name in ("int4", "unlike")),
     *(("gpt_oss", name) for name in ("bfloat16", "int8")),
-    *(("jamba", name) for name in ("float32", "int8", "split", "not deployed")),
+    *(("jamba_gelu", name) for name in ("float32", "int8", "split", "not deployed")),
     *(("gpt2", name) for name in ("int8", "split")),
     *(("deepseek_v3", name) for name in ("float32", "int8", "depth 2")),
     *(("bloom", name) for name in ("depth 2", "int8 cache")),
@@ -142,7 +142,7 @@ def test_cases_reach_all_that_can_be_decided() -> None:
     """A plan that says the same of everything would be no plan."""
     depths = {n: plan(build("llama"), **OPTIONS[n]).depth for n in ("float32", "depth 2", "split")}
     assert depths == {"float32": 3, "depth 2": 2, "split": 1}
-    found = plan(build("jamba"))
+    found = plan(build("jamba_gelu"))
     assert found.depth == 2 and {row.done for row in found.layers} == {True, False}
     assert found.rest
     reasons = {plan(build("llama"), **OPTIONS[n]).reason for n in ("split", "unlike", "depth 1")}
