@@ -217,6 +217,17 @@ def test_max_completion_tokens(parts):
         for limits in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
             found = await ask(client, "/v1/chat/completions", **body, **limits)
             assert found["usage"]["completion_tokens"] == 3
+        for field, path, more in (
+            ("max_completion_tokens", "/v1/chat/completions", body),
+            ("max_tokens", "/v1/chat/completions", body),
+            ("max_tokens", "/v1/completions", {"prompt": "A"}),
+            ("max_output_tokens", "/v1/responses", {"input": "A"}),
+        ):
+            error = (await ask(client, path, 400, **more, **{field: 10**30}))["error"]
+            assert error["param"] == field and error["message"].startswith(f"{field} must be at")
+        tools = [{"type": "function", "name": "f", "parameters": {"enum": ["long"] * 4000}}]
+        error = (await ask(client, "/v1/responses", 400, input="A", tools=tools))["error"]
+        assert error["param"] == "input"
 
 
 # -- structured output --------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ BAD = [
     ({"input": [{"type": "image"}]}, "input", "input: "),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input: "),
     ({"input": [1] * 100_000}, "input", "at most 4096 items"),
-    ({"input": "a" * 200_000}, "messages", "characters"),
+    ({"input": "a" * 200_000}, "input", "characters"),
     ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: "),
     ({"input": "a", "temperature": -1}, "temperature", "temperature: "),
     ({"input": "a", "previous_response_id": "x"}, "previous_response_id", "not supported"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ipex_llm.entrypoints.openai.protocol import ApiError, field_of
@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from fastapi import Request
 
 #: Fields of chats for words of the engine.
-_CHAT = {"prompt": "messages"}
+CHAT: Mapping[str, str] = {"prompt": "messages"}
 
 
-def failure(event: Failed, chat: bool = False) -> ApiError:
-    """Return what a client is told of a failure."""
+def failure(event: Failed, names: Mapping[str, str] = {}) -> ApiError:
+    """Return what a client is told of a failure.
+
+    Args:
+        event: The failure.
+        names: Fields of the request by the words of the engine.
+    """
     if isinstance(event.error, StoppedError):
         return ApiError(503, str(event.error), "server_error")
     if event.of_the_request:
-        return ApiError(400, str(event.error), param=field_of(event.error, _CHAT if chat else {}))
+        return ApiError(400, str(event.error), param=field_of(event.error, names))
     if isinstance(event.error, RequestError):
         return ApiError(500, str(event.error), "server_error")
     return ApiError(500, "the engine failed; see the log of the server", "server_error")

@@ -468,13 +468,15 @@ def sampling_params(
     Raises:
         ValueError: A value is out of its range.
     """
-    count = getattr(body, "max_completion_tokens", None) or body.max_tokens
+    count = getattr(body, "max_completion_tokens", None)
+    field = "max_tokens" if count is None else "max_completion_tokens"
+    count = body.max_tokens if count is None else count
     echo = getattr(body, "echo", False)
     if count == 0 and not echo:
         raise ValueError("max_tokens must be at least 1 without echo, got 0")
     count = default if count is None else max(count, 1)  # the one token is left out of the answer
     if count > most:
-        raise ValueError(f"max_tokens must be at most {most}, got {count}")
+        raise ValueError(f"{field} must be at most {most}, got {count}")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return SamplingParams(
         max_new_tokens=count,

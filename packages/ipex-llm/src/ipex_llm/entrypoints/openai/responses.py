@@ -110,6 +110,10 @@ class Item(BaseModel):
         return {"role": role, "content": _joined(self.content)}
 
 
+#: Fields of responses by the names that chats have for them.
+FIELDS = {"prompt": "input", "messages": "input", "max_completion_tokens": "max_output_tokens"}
+
+
 class ResponsesRequest(BaseModel):
     """Body of ``/v1/responses``."""
 
@@ -220,7 +224,7 @@ class ResponsesRequest(BaseModel):
             found["response_format"] = {"type": form.type}
             if form.type == "json_schema":
                 found["response_format"]["json_schema"] = schema
-        return chat_of(found, {"messages": "input", "max_completion_tokens": "max_output_tokens"})
+        return chat_of(found, FIELDS)
 
 
 def _joined(value: str | list[Part] | None) -> str:
@@ -415,7 +419,7 @@ async def events(answer: Answer, job: Any, reply: Any) -> AsyncIterator[dict[str
     while True:
         event = await job.event(ticket)
         if isinstance(event, Failed):
-            raise failure(event, chat=True)
+            raise failure(event, job.names)
         assert isinstance(event, StepOutput)
         job.new_tokens += len(event.tokens)
         logprobs, _ = await job.logprobs(0, event, False, reply, 0)

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
@@ -18,7 +18,7 @@ from ipex_llm.entrypoints.openai import responses
 from ipex_llm.entrypoints.openai.chat import Parser, family_of, forced_parser
 from ipex_llm.entrypoints.openai.grammar import Grammars, Wanted
 from ipex_llm.entrypoints.openai.guard import Guard
-from ipex_llm.entrypoints.openai.job import Job, failure, submit
+from ipex_llm.entrypoints.openai.job import CHAT, Job, failure, submit
 from ipex_llm.entrypoints.openai.lora import Models, add_lora_paths
 from ipex_llm.entrypoints.openai.pooling import (
     Detokenize,
@@ -309,6 +309,8 @@ class _Api:
             raise ApiError(400, "prompt must have at least one prompt, got none", param="prompt")
         if len(prompts) * body.n > MAX_CHOICES:
             raise ApiError(400, f"prompts and n must give at most {MAX_CHOICES} choices", param="n")
+        #: Fields of the request by other words for them.
+        names = responses.FIELDS if answer is not None else CHAT if chat else {}
         most = self.settings.max_new_tokens or self.engine.max_model_len
         # The API's default for completions is 16; a chat ends where the model ends it.
         default = most if chat else min(16, most)
@@ -322,7 +324,10 @@ class _Api:
             for prompt in prompts:
                 self.prompts.check(prompt, chat)
         except ValueError as error:
-            raise ApiError(400, str(error), param=field_of(error)) from None
+            text, field = str(error), field_of(error, names)
+            for word, name in names.items():
+                text = text.replace(word, name, 1) if field == name else text
+            raise ApiError(400, text, param=field) from None
         except MissingComponentError as error:
             raise ApiError(400, str(error)) from None
         template: dict[str, Any] = {}
@@ -340,7 +345,7 @@ class _Api:
         reply = Reply(chat, lora or self.settings.name, self.tokenizer)
         trace = self.trace(request, body, params[0], reply.id if answer is None else answer.id)
         try:
-            job = Generation(self.worker, submit(self.worker, requests), body, prompts)
+            job = Generation(self.worker, submit(self.worker, requests), body, prompts, names)
         except ApiError as error:
             trace.refuse(error)
             raise
@@ -419,11 +424,17 @@ class Generation(Job):
     """The choices of one HTTP request."""
 
     def __init__(
-        self, worker: Worker, tickets: Sequence[Ticket], body: Any, prompts: Sequence[Any]
+        self,
+        worker: Worker,
+        tickets: Sequence[Ticket],
+        body: Any,
+        prompts: Sequence[Any],
+        names: Mapping[str, str],
     ) -> None:
         super().__init__(worker, tickets)
         self.prompts = prompts
         self.chat = isinstance(body, ChatRequest)
+        self.names = names
         self.n = body.n
         self.echo = getattr(body, "echo", False)
         self.empty = self.echo and body.max_tokens == 0
@@ -442,7 +453,7 @@ class Generation(Job):
         for number, ticket in enumerate(self.tickets):
             event = await self.event(ticket)
             if isinstance(event, Failed):
-                raise failure(event, self.chat)
+                raise failure(event, self.names)
             assert isinstance(event, Accepted)
             if number % self.n == 0:
                 self.prompt_tokens += len(event.prompt.tokens)
@@ -486,7 +497,7 @@ class Generation(Job):
             while True:
                 event = await self.event(ticket)
                 if isinstance(event, Failed):
-                    raise failure(event, self.chat)
+                    raise failure(event, self.names)
                 pieces.append(self._text(index, event, not pieces, reply))
                 part, offset = await self.logprobs(index, event, len(pieces) == 1, reply, offset)
                 if part is not None:
@@ -532,7 +543,7 @@ class Generation(Job):
                     yield self._sse(reply.chunk(index, delta, None))
             async for index, event in self._merged():
                 if isinstance(event, Failed):
-                    error = self.error = failure(event, self.chat)
+                    error = self.error = failure(event, self.names)
                     yield f"data: {error.json()}\n\n"
                     return
                 assert isinstance(event, StepOutput)
