@@ -4,6 +4,7 @@
 # oneapi-src/unified-runtime. The wheel has the loader that looks for this file, but not the file. Needs g++ 12 or
 # later, git, pip and unzip; JOBS files are compiled at a time (2).
 set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
 clone=${1:?a clone of oneapi-src/unified-runtime} folder=$(mkdir -p "${2:?a folder}" && cd "$2" && pwd)
 commit=9018ebf2a                                            # the last whose tables have the order of the wheel
 later="61f51bf04 438253590 5bf00b825 d35eb8977 219a74be1"   # mends of the adapter made after it
@@ -16,6 +17,8 @@ git -C "$clone" archive $commit source include | tar x -C source
 for one in $later; do
   git -C "$clone" show --format= $one -- source/adapters/cuda | patch -s -p1 -d source
 done
+# Programs from PTX that was compiled earlier: what the package keeps of kernels, and bundle.sh brings along.
+patch -s -p1 -d source < "$here/adapter.patch"
 cp -r unpacked/intel_sycl_rt-2026.1.2.data/data/include/unified-runtime include/
 cp -r unpacked/umf-*.data/data/include/umf unpacked/umf-*.data/data/include/umf.h include/
 top=source/source cuda=source/source/adapters/cuda

@@ -1,9 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# bundle.sh ADAPTER KERNELS FOLDER: fills FOLDER with what a machine with a CUDA GPU, torch, pybind11 and
+# bundle.sh ADAPTER KERNELS FOLDER [CACHE]: fills FOLDER with what a machine with a CUDA GPU, torch, pybind11 and
 # scikit-build-core but no network needs to run the tests of ipex-xpu-kernels: the SYCL run-time of the wheels (45 MB
 # packed), ADAPTER (of adapter.sh), KERNELS (the folder `kernels` of an installed ipex-xpu-kernels), and the sources of
-# ipex-core and ipex-xpu-kernels. FOLDER/run.sh does the rest there.
+# the packages that the tests use. CACHE, a folder of prebuild.py, saves the compilation of the kernels there.
+# FOLDER/run.sh does the rest there.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 adapter=$(realpath "$1") kernels=$(realpath "$2") folder=$(mkdir -p "$3" && cd "$3" && pwd)
@@ -27,9 +28,11 @@ cp "$(find_file libdevice.10.bc)" "$folder/cuda/nvvm/libdevice/"
 echo '#define CUDA_VERSION 12080' > "$folder/cuda/include/cuda.h"
 printf '#!/bin/sh\nexit 1\n' > "$folder/cuda/bin/ptxas"; chmod +x "$folder/cuda/bin/ptxas"
 gcc -O1 -w -shared -fPIC "$here/preload.c" -o "$folder/lib/preload.so" -ldl
-cp "$here"/{run.sh,hide_cuda.cpp} "$folder/"
+cp "$here"/{run.sh,whole.sh,hide_cuda.cpp} "$folder/"
 tar cJf "$folder/include.tar.xz" -C "$data" include
 tar cJf "$folder/kernels.tar.xz" -C "$kernels" $(cd "$kernels" && ls ./*.txt)
-(cd "$here/../.." && git archive HEAD packages/ipex-core packages/ipex-xpu-kernels) | xz > "$folder/source.tar.xz"
+if [ -n "${4:-}" ]; then tar cJf "$folder/cache.tar.xz" -C "$4" .; fi
+(cd "$here/../.." && git archive HEAD packages/ipex-core packages/ipex-xpu-kernels packages/ipex-llm/src \
+  packages/ipex-quant/src) | xz > "$folder/source.tar.xz"
 xz -T0 -6 "$folder"/lib/{libsycl-jit.so,libsycl.so.9,libur_loader.so.0,libimf.so} "$folder"/libclc/*.bc
 du -sh "$folder"

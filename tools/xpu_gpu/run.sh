@@ -36,7 +36,7 @@ if [ ! -e "$site/built" ]; then
   printf 'include/sycl/sycl.hpp,,\nlib/libsycl.so,,\n' > "$site/intel_sycl_rt-2026.1.2.dist-info/RECORD"
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   packages=$folder/source/packages
-  cp -r "$packages/ipex-core/src/ipex_core" "$site/"
+  cp -r "$packages"/*/src/ipex_{core,quant,llm} "$site/"
   cmake -S "$packages/ipex-xpu-kernels" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
     -DCMAKE_CXX_STANDARD_LIBRARIES=-l:libstdc++.so.6 -DPython_EXECUTABLE="$(command -v python3)" \
     -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" -DIPEX_XPU_PRECOMPILE=ON > "$folder/configure.log"
@@ -61,12 +61,16 @@ END
   mkdir -p "$site/ipex_core-0.dist-info"
   printf 'Metadata-Version: 2.1\nName: ipex-core\nVersion: 0\n' > "$site/ipex_core-0.dist-info/METADATA"
   printf '[torch_dynamo_backends]\nipex = ipex_core.compile_backend:ipex_backend\n' > "$site/ipex_core-0.dist-info/entry_points.txt"
+  for name in quant llm; do
+    mkdir -p "$site/ipex_$name-0.dist-info"
+    printf 'Metadata-Version: 2.1\nName: ipex-%s\nVersion: 0\n' $name > "$site/ipex_$name-0.dist-info/METADATA"
+  done
   touch "$site/built"
 fi
 case ":${PYTHONPATH:-}:" in *":$site:"*) ;; *) export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} ;; esac
 export LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} PATH=$folder/cuda/bin:$PATH
 export SYCL_LIBCLC_DIR=$folder/libclc LD_PRELOAD=$folder/lib/preload.so IPEX_XPU_DEVICE=gpu
 export ONEAPI_DEVICE_SELECTOR=cuda:* SYCL_JIT_AMDGCN_PTX_TARGET_CPU=${IPEX_PTX_TARGET:-sm_90}
-export IPEX_XPU_CACHE=$folder/cache
+export IPEX_XPU_CACHE=$folder/cache  # with what bundle.sh brought along
 cd "$folder/source/packages/ipex-xpu-kernels"
 exec "$@"
