@@ -131,13 +131,99 @@ def test_a_paged_cache_on_the_device(kind: torch.dtype) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
+def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return logits of a prompt and of its last two tokens, one after the other, from one cache."""
+    cache = transformers.DynamicCache()
+    found = []
+    for part in ids.split([ids.shape[1] - 2, 1, 1], 1):
+        seen = cache.get_seq_length() + part.shape[1]
+        given = None if mask is None else mask[:, :seen].to(model.device)
+        with torch.no_grad():
+            out = model(
+                input_ids=part.to(model.device),
+                past_key_values=cache,
+                attention_mask=given,
+                use_cache=True,
+            )
+        found.append(out.logits.float().cpu())
+    return torch.cat(found, 1)
+
+
+#: Format -> how far logits may be from the ones of an exact cache, of numbers around 1.
+CACHES = {"int8": 0.05, "fp8_e4m3": 0.15, "fp8_e5m2": 0.3}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("scaled", [False, True], ids=["rows", "layers"])
+def test_a_model_with_a_quantized_cache(kind: str, scaled: bool) -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+    from ipex_quant import KVCacheScales
+
+    model = llama(initializer_range=0.15)
+    scales = KVCacheScales((3.0, 3.0), (3.0, 3.0)) if scaled else None
+    fast = optimize(
+        model, dtype=torch.float32, device="xpu", kv_cache_dtype=kind, kv_cache_scales=scales
+    )
+    ids = torch.randint(64, (2, 80), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    expected = _logits(model, ids, mask)
+    actual = _logits(fast, ids, mask)
+    # What stands at padding means nothing.
+    difference = (actual - expected)[mask.bool()].abs().max()
+    assert 0 < difference < CACHES[kind], difference
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_a_quantized_cache_stores(kind: str) -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+    from ipex_llm.kv_cache import CACHE_DTYPES
+    from ipex_llm.kv_cache.transformers import state_of_cache
+
+    fast = optimize(llama(), dtype=torch.bfloat16, device="xpu", kv_cache_dtype=kind)
+    beams = fast.generate(
+        torch.tensor([[1, 5, 9, 13, 2], [3, 3, 8, 1, 4]], device="xpu"),
+        max_new_tokens=40,
+        num_beams=3,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    assert beams.sequences.shape[0] == 2
+    with torch.no_grad():
+        out = fast(torch.tensor([[1, 2, 3]], device="xpu"))
+    for cache in (beams.past_key_values, out.past_key_values):
+        state = state_of_cache(cache)
+        assert state is not None
+        tensors = state.cache.tensors_of(1)
+        assert {t.dtype for t in tensors[:2]} == {CACHE_DTYPES[kind]}
+        assert {t.device.type for t in tensors} == {"xpu"}
+        assert len(tensors) == (4 if kind == "int8" else 2)
+
+
 def test_options_that_xpu_does_not_have() -> None:
     optimize = pytest.importorskip("ipex_llm").optimize
 
-    with pytest.raises(NotImplementedError, match="kv_cache_dtype must be None for device 'xpu'"):
-        optimize(llama(), device="xpu", kv_cache_dtype="int8")
+    with pytest.raises(NotImplementedError, match="tp_group must be None for device 'xpu'"):
+        optimize(llama(), device="xpu", tp_group=True)
     with pytest.raises(RuntimeError, match="device must be 'cpu' or 'xpu', got 'cuda'"):
         optimize(llama(), device="cuda")
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
+    )
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype must be None for this model"):
+        optimize(mamba.eval(), device="xpu", kv_cache_dtype="int8")
+    fast = optimize(llama(), device="xpu", kv_cache_dtype="int8")
+    ids = torch.tensor([[1, 2]], device="xpu")
+    with pytest.raises(ValueError, match="past_key_values must be None or an empty DynamicCache"):
+        fast(ids, past_key_values=transformers.StaticCache(config=fast.config, max_cache_len=8))
+    filled = llama().to("xpu")(ids).past_key_values
+    with pytest.raises(ValueError, match="got one that is filled"):
+        fast(ids, past_key_values=filled)
+    from ipex_quant import KVCacheScales
+
+    wrong = KVCacheScales((1.0,), (1.0,))
+    with pytest.raises(ValueError, match="kv_cache_scales must have scales of 2 layers, got 1"):
+        optimize(llama(), device="xpu", kv_cache_dtype="fp8", kv_cache_scales=wrong)
 
 
 def test_llama_trains_as_on_the_host() -> None:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What moves and makes elements: one for each work-item.
+#include "float8.h"
 #include "names.h"
 
 // Copies between dtypes and strides.
@@ -108,6 +109,11 @@ COPIES(long, bool)
 COPIES(int, bool)
 COPIES(long, unsigned char)
 COPIES(int, unsigned char)
+// Numbers of 8 bits that caches and weights hold; other kernels make them.
+#define COPIES_FROM(a) COPY(a, float) COPY(a, half) COPY(a, bf16)
+COPIES_FROM(signed char)
+COPIES_FROM(e5m2)
+COPIES_FROM(e4m3)
 
 #define MOVES(U)                                                                                  \
   COPY(U, U)                                                                                      \

@@ -205,6 +205,7 @@ class PagedCache:
         scales: Of each layer what a 1 of its keys and of its values stands for, if they are 8-bit numbers. Without
             them an int8 cache has a scale for each row.
         num_states: Sequences that layers with a state have room for.
+        device: Where the memory is.
 
     Attributes:
         layers: Shapes of the keys and values of each layer, or None.
@@ -221,6 +222,7 @@ class PagedCache:
         dtype: torch.dtype,
         scales: Sequence[tuple[float, float]] | None = None,
         num_states: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if not isinstance(value, int) or value < 1:
@@ -231,6 +233,7 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.device = torch.device(device)
         self.scales = scales
         self.row_scales = dtype == torch.int8 and scales is None
         self.num_states = num_states
@@ -246,9 +249,10 @@ class PagedCache:
         found = {}
         for index, shape in enumerate(self.states):
             if shape is not None:
-                found[index] = [torch.zeros(count, *shape.history, dtype=shape.dtype)]
+                place: Any = {"device": self.device}
+                found[index] = [torch.zeros(count, *shape.history, dtype=shape.dtype, **place)]
                 if shape.state is not None:
-                    found[index].append(torch.zeros(count, *shape.state))
+                    found[index].append(torch.zeros(count, *shape.state, **place))
         return found
 
     def grow_states(self, count: int) -> None:
@@ -301,11 +305,11 @@ class PagedCache:
                 end += 1
             parts = shape.parts
             size = (parts * (end - start), num_blocks, shape.kv_heads, self.block_size)
-            store = torch.empty(*size, shape.head_dim, dtype=self.dtype)
+            store = torch.empty(*size, shape.head_dim, dtype=self.dtype, device=self.device)
             self._stores.append(store)
             scales = None
             if self.row_scales:
-                scales = torch.ones(*size)
+                scales = torch.ones(*size, device=self.device)
                 self._stores.append(scales)
             for i in range(end - start):
                 first, last = parts * i, parts * (i + 1) - 1
@@ -339,7 +343,8 @@ class PagedCache:
         needed = self.bytes(
             self._shapes, num_blocks, self.block_size, self.dtype, self.scales is not None
         )
-        free = available_memory()
+        # A device tells itself what does not fit.
+        free = available_memory() if self.device.type == "cpu" else None
         if free is not None and needed > free:  # both are there while the contents move
             raise CacheMemoryError(
                 f"PagedCache: the cache must fit the free memory of {format_bytes(free)}, got"
@@ -355,7 +360,7 @@ class PagedCache:
         """Copy blocks of all layers."""
         if not sources:
             return
-        at, to = torch.tensor(sources), torch.tensor(targets)
+        at, to = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
         for store in self._stores:
             raw = _raw(store)
             raw[:, to] = raw[:, at]
@@ -368,7 +373,9 @@ class PagedCache:
         """Return the entries of `tensors` that are the state of a layer."""
         return self._states.get(layer, [])
 
-    def rows(self, layer: int, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    def rows(
+        self, layer: int, blocks: Sequence[int] | Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the first ``length`` keys and values of some blocks as float rows ``[kv_heads, length, head_dim]``.
 
         Of a layer with a latent: the latents, and the rotated parts of the keys.
@@ -377,7 +384,7 @@ class PagedCache:
         tensors = self.tensors_of(layer)
         for part in (0, 1):
             data = tensors[part]
-            index = torch.tensor(blocks, dtype=torch.int64)
+            index = torch.as_tensor(blocks, dtype=torch.int64, device=self.device)
             picked = _raw(data)[index].view(data.dtype)
             if self.row_scales:
                 picked = picked.float() * tensors[2 + part][index].unsqueeze(-1)

@@ -144,7 +144,8 @@ class CacheState:
             scales = {"key_scales": tensors[2], "value_scales": tensors[3]}
         elif self.cache.scales is not None:
             scales = dict(zip(("k_scale", "v_scale"), self.cache.scales[layer], strict=True))
-        torch.ops.ipex.reshape_and_cache(*rows, tensors[0], tensors[1], step.slots, **scales)
+        slots = step.slots.to(tensors[0].device)
+        torch.ops.ipex.reshape_and_cache(*rows, tensors[0], tensors[1], slots, **scales)
         found = self.padded(layer)
         if repeats > 1:
             found = tuple(part.repeat_interleave(repeats, dim=1) for part in found)  # type: ignore[assignment]

@@ -88,7 +88,8 @@ def optimize(
         dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
         device: ``"cpu"``, or ``"xpu"``: the model is moved there and runs layer by layer, with fused ops for its norms
-            and gated MLPs; ``tp_group`` and ``kv_cache_dtype`` must be None.
+            and gated MLPs; ``tp_group`` must be None. With ``kv_cache_dtype`` its keys and values are stored as 8-bit
+            numbers in the memory of the device, and read back layer by layer.
         quantization_config: Weight-only quantization, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``,
             or static INT8 of activations and weights, of ``get_smooth_quant_qconfig_mapping`` or another mapping for
             ``ipex.quantization.prepare``. A static model runs layer by layer; the options of caches and depths are not

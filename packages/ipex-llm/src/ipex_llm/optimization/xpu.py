@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.errors import OpArgumentError
 from ipex_llm.arch import AttentionPlan, MlpPlan, NormPlan
+from ipex_llm.kv_cache.device import quantize_cache, shapes_of
 from ipex_llm.model_runner.woq_model import choose, quantize
 from ipex_llm.optimization.request import Request
 from ipex_llm.patch import find_plan
@@ -30,6 +32,8 @@ def optimize_on_xpu(
     """
     dtype, device = request.dtype, request.device
     plan, reason = find_plan(model)
+    shapes = [] if request.kv is None else shapes_of(plan, reason)
+    scales = _scales(request, len(shapes))
     # Weights are packed on the host.
     if request.checkpoint is not None:
         load(model, request)
@@ -39,6 +43,8 @@ def optimize_on_xpu(
     if dtype is not None and dtype != torch.float32:
         model.to(dtype)
     model.to(device)
+    if request.kv is not None:
+        quantize_cache(model, shapes, request.kv, scales)
     if plan is None:
         logger.info("optimize: %s runs as it is on %s: %s", type(model).__name__, device, reason)
         return model
@@ -59,6 +65,18 @@ def optimize_on_xpu(
         if norm is not None and norm.kind == "rms" and norm.weight is not None:
             _fuse_norm(norm)
     return model
+
+
+def _scales(request: Request, layers: int) -> tuple[tuple[float, float], ...] | None:
+    """Return the scales of a quantized cache, which are for each layer."""
+    scales = request.kv_scales
+    if scales is None or request.kv is None:
+        return None
+    if len(scales.keys) != layers:
+        raise OpArgumentError(
+            f"optimize: kv_cache_scales must have scales of {layers} layers, got {len(scales.keys)}"
+        )
+    return scales.of(request.kv)
 
 
 def _fuse_norm(plan: NormPlan) -> None:

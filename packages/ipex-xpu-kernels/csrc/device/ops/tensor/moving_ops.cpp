@@ -100,7 +100,15 @@ optional<std::string> copy_name(at::ScalarType from, at::ScalarType to) {
     if (dtype == at::kByte) return "unsignedchar";
     return number_dtype(dtype);
   };
-  const auto a = name(from);
+  // Kernels read these, and only into numbers with a fraction.
+  const auto small = [&]() -> optional<std::string> {
+    if (!kernel_dtype(to)) return std::nullopt;
+    if (from == at::kChar) return "signedchar";
+    if (from == at::kFloat8_e5m2) return "e5m2";
+    if (from == at::kFloat8_e4m3fn) return "e4m3";
+    return std::nullopt;
+  }();
+  const auto a = small ? small : name(from);
   const auto b = name(to);
   const bool bytes =
       (from == at::kBool && to == at::kByte) || (from == at::kByte && to == at::kBool);
