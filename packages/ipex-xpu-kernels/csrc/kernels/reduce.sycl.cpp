@@ -103,6 +103,9 @@ void reduce_columns(compute<T>* y, const T* x, const compute<T>* centers, unsign
   const unsigned long end = begin + chunk < length ? begin + chunk : length;
   const C center = centers ? centers[row * inner + column] : C(0);
   C total = Op::template first<C>();
+#ifdef IPEX_GPU
+#pragma unroll 8  // loads that are on their way at the same time
+#endif
   for (unsigned long r = begin; r < end; ++r)
     total = Op::step(total, load(x, (row * length + r) * inner + column), center);
   y[index * inner + column] = total * factor;

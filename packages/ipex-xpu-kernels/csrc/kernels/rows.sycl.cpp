@@ -12,6 +12,15 @@ constexpr unsigned long kPowers = 8192;
 sycl::ext::oneapi::experimental::work_group_static<float[kPowers]> powers_of_row;
 #endif
 
+// Of rows of T, on a GPU by its own instruction where the result is rounded to 16 bits.
+template <typename T>
+IPEX_INLINE inline float power(float value) {
+#ifdef IPEX_GPU
+  if constexpr (sizeof(T) == 2) return sycl::native::exp(value);
+#endif
+  return sycl::exp(value);
+}
+
 template <typename T, bool logarithm>
 IPEX_KERNEL(1)
 void softmax(const T* x, T* y, unsigned long columns) {
@@ -32,14 +41,14 @@ void softmax(const T* x, T* y, unsigned long columns) {
     }
 #endif
     const float sum = row.sum_of(
-        values, [=](unsigned long, float value) IPEX_INLINE { return sycl::exp(value - top); });
+        values, [=](unsigned long, float value) IPEX_INLINE { return power<T>(value - top); });
     if constexpr (logarithm) {
       const float shift = top + sycl::log(sum);
       values.put(y, [=](unsigned long, float value) IPEX_INLINE { return value - shift; });
     } else {
       const float scale = 1.f / sum;
-      values.put(y, [=](unsigned long, float value)
-                        IPEX_INLINE { return sycl::exp(value - top) * scale; });
+      values.put(
+          y, [=](unsigned long, float value) IPEX_INLINE { return power<T>(value - top) * scale; });
     }
   });
 }

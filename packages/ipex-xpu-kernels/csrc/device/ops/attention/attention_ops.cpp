@@ -124,6 +124,21 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value,
   return call.out;
 }
 
+bool joint_heads(const Tensor& x) {
+  for (std::int64_t d = 0; d + 1 < x.dim(); ++d) {
+    if (x.size(d) > 1 && x.stride(d) % 8 != 0) return false;
+  }
+  return x.size(-1) % 8 == 0 && x.size(-1) <= 128 &&
+         reinterpret_cast<std::uintptr_t>(x.const_data_ptr()) % 16 == 0;
+}
+
+// Whether joint/attention_joint.sycl.cpp takes the call, where the device has joint_matrix: its
+// items bring eight numbers of 16 bits at a time.
+bool takes_joint(const Attention& call) {
+  return call.query.scalar_type() != at::kFloat && joint_heads(call.query) &&
+         joint_heads(call.key) && joint_heads(call.value);
+}
+
 }  // namespace
 
 bool attention_supported(const Tensor& query, const Tensor& key, const Tensor& value) {
@@ -145,14 +160,18 @@ void attention_kernel(const Attention& call) {
   const bool per_sequence = call.slopes && call.slopes->defined() && call.slopes->dim() == 2;
   const std::int64_t queries = group * call.longest;
   const bool tiled = !device_info(device).is_cpu && queries >= kFewestRows;
+  const std::int64_t joint = tiled && takes_joint(call) ? device_info(device).joint_sub_group : 0;
   const std::int64_t rows = tiled ? kTileRows : kLanes;
-  const std::int64_t items = tiled ? kTileItems : kLanes;
+  const std::int64_t items = joint != 0 ? 4 * joint : tiled ? kTileItems : kLanes;
   const std::int64_t tiles = (queries + rows - 1) / rows;
   if (tiles == 0) return;
   const std::int64_t values = call.value.size(3);
   const std::string parts = values <= 64 ? ",1>" : values <= 128 ? ",2>" : ",4>";
+  const std::string sizes = std::max(values, call.query.size(3)) <= 64 ? ",64>" : ",128>";
   launch<3>(current_queue(device), device,
-            tiled ? "attention_tiles<" + *dtype + parts : "attention<" + *dtype + ">",
+            joint != 0 ? "attention_joint<" + *dtype + sizes
+            : tiled    ? "attention_tiles<" + *dtype + parts
+                       : "attention<" + *dtype + ">",
             {static_cast<std::size_t>(call.sequences), static_cast<std::size_t>(kv_heads),
              static_cast<std::size_t>(tiles * items)},
             {1, 1, static_cast<std::size_t>(items)}, call.query.const_data_ptr(),
