@@ -13,22 +13,37 @@
 # Targets:
 #   IPEX::ipex         the library, linked even where the program names none of its symbols; also intel-ext-pt-cpu
 #   IPEX::cpu_kernels  libipex_cpu.so, for programs that call the C functions of ipex/c_api.h
-# The environment variable IPEX_INSTALL_PREFIX names another installation. The only component is "cpu".
+#   IPEX::xpu          the device xpu (ipex/xpu/device.h), with the component "xpu"; then also in IPEX_LIBRARIES
+# The environment variable IPEX_INSTALL_PREFIX names another installation. The components are "cpu" and "xpu", which the
+# package ipex-xpu-kernels has.
 
+include(CMakeFindDependencyMacro)
+find_dependency(Torch)
+
+set(IPEX_WITH_XPU OFF)
 foreach(_component IN LISTS IPEX_FIND_COMPONENTS)
   set(IPEX_${_component}_FOUND FALSE)
+  set(_why "there is no component ${_component}, the components are: cpu, xpu")
   if(_component STREQUAL "cpu")
     set(IPEX_cpu_FOUND TRUE)
-  elseif(IPEX_FIND_REQUIRED_${_component})
+  elseif(_component STREQUAL "xpu")
+    # Beside this package in site-packages, or wherever CMAKE_PREFIX_PATH says.
+    find_package(IPEXXpu CONFIG QUIET HINTS "${CMAKE_CURRENT_LIST_DIR}/../../../../ipex_xpu_kernels/share/cmake")
+    set(IPEX_xpu_FOUND ${IPEXXpu_FOUND})
+    set(IPEX_WITH_XPU ${IPEXXpu_FOUND})
+    set(_why "${IPEXXpu_NOT_FOUND_MESSAGE}")
+    if(NOT IPEXXpu_CONFIG)
+      set(_why "the component xpu is in the package ipex-xpu-kernels: pip install ipex-xpu-kernels")
+    endif()
+  endif()
+  if(IPEX_FIND_REQUIRED_${_component} AND NOT IPEX_${_component}_FOUND)
     set(IPEX_FOUND FALSE)
-    set(IPEX_NOT_FOUND_MESSAGE "there is no component ${_component}, this package has: cpu")
+    set(IPEX_NOT_FOUND_MESSAGE "${_why}")
     return()
   endif()
 endforeach()
 unset(_component)
-
-include(CMakeFindDependencyMacro)
-find_dependency(Torch)
+unset(_why)
 
 if(DEFINED ENV{IPEX_INSTALL_PREFIX})
   get_filename_component(_ipex_root "$ENV{IPEX_INSTALL_PREFIX}" ABSOLUTE)
@@ -49,9 +64,11 @@ foreach(_file libipex_cpp.so libipex_cpu.so)
 endforeach()
 
 set(IPEX_WITH_CPU ON)
-set(IPEX_WITH_XPU OFF)
 set(IPEX_INCLUDE_DIRS "${_ipex_root}/include" "${_ipex_root}/include/ipex/ops")
 set(IPEX_LIBRARIES IPEX::ipex)
+if(IPEX_WITH_XPU)
+  list(APPEND IPEX_LIBRARIES IPEX::xpu)
+endif()
 set(TORCH_IPEX_LIBRARIES ${TORCH_LIBRARIES} ${IPEX_LIBRARIES})
 set(TORCH_IPEX_INCLUDE_DIRS ${TORCH_INCLUDE_DIRS} ${IPEX_INCLUDE_DIRS})
 set(TORCH_IPEX_CXX_FLAGS "${TORCH_CXX_FLAGS}")

@@ -212,12 +212,9 @@ def test_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "extension.cpp"
     source.write_text(EXTENSION)
     path = os.environ["PATH"]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"icpx was not found.*load_inline"):
-        cpp_extension.load("xpu_extension", str(source))
     with pytest.raises(ValueError, match="only the key 'cxx'"):
         cpp_extension.DPCPPExtension("a", ["a.cpp"], extra_compile_args={"nvcc": []})
-    # A compiler in its place that knows no SYCL shows that it is called, and how.
+    # A compiler in the place of icpx that knows no SYCL shows that it is called, and how.
     fake = tmp_path / "root" / "bin" / "icpx"
     fake.parent.mkdir(parents=True)
     fake.write_text(

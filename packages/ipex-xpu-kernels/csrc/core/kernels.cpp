@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels: SPIR-V from the wheel, translated when a kernel is first used, and kept on disk as
-// device binaries. A device that takes no SPIR-V gets them from their source, file by file.
+// device binaries. A device that takes no SPIR-V gets them from their source, file by file; what
+// the compiler makes of a file is kept on disk, too.
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
-#include <unordered_map>
 
 #include "binary_cache.h"
 #include "core.h"
@@ -30,15 +36,24 @@ struct Entry {
   std::size_t arguments = 0;
 };
 
+using Executable = sycl::kernel_bundle<sycl::bundle_state::executable>;
+
+// A source file, as it is compiled for a device.
+struct SourceFile {
+  std::string text;
+  std::map<std::string, std::string> headers;
+  std::vector<std::string> options;
+  std::string all;                     // everything that the result depends on
+  std::optional<Executable> compiled;  // all kernels: to compile the file for one takes as long
+};
+
 struct Library {
   std::mutex mutex;
   std::map<std::string, Entry, std::less<>> entries;
   // A kernel belongs to the context and device that it was built for. Nodes of a map stay where
   // they are.
   std::map<std::tuple<int, std::string>, std::unique_ptr<sycl::kernel>, std::less<>> built;
-  // What source files have been compiled to, by device and file.
-  std::map<std::pair<int, std::string>, sycl::kernel_bundle<sycl::bundle_state::executable>>
-      compiled;
+  std::map<std::pair<int, std::string>, SourceFile> sources;  // by device and file
   std::string headers;  // folder of the files that sources include
   bool from_source = false;
   BinaryCache cache;
@@ -62,6 +77,7 @@ std::vector<std::byte> read_module(const Entry& entry) {
   return bytes;
 }
 
+// From SPIR-V, or from what a source was compiled to for this device.
 sycl::kernel build_from_spirv(const std::vector<std::byte>& spirv, const Entry& entry, int device) {
   auto source = experimental::create_kernel_bundle_from_source(
       sycl_context(device), experimental::source_language::spirv, spirv);
@@ -79,34 +95,101 @@ std::string read_text(const std::filesystem::path& path) {
   return text.str();
 }
 
-// All kernels of a source file: to compile the file for one takes as long.
-sycl::kernel_bundle<sycl::bundle_state::executable> compile(const Library& lib, const Entry& entry,
-                                                            int device) {
-  experimental::include_files headers;
+SourceFile read_source(const Library& lib, const Entry& entry, int device) {
+  SourceFile file;
+  file.text = read_text(entry.source);
   for (const auto& item : std::filesystem::directory_iterator(lib.headers)) {
     if (item.path().extension() == ".h")
-      headers.add(item.path().filename().string(), read_text(item.path()));
+      file.headers.emplace(item.path().filename().string(), read_text(item.path()));
   }
+  const DeviceInfo& info = device_info(device);
+  file.options = {"-O2", kOneModuleEach};
+  if (!info.is_cpu) {
+    file.options.emplace_back("-DIPEX_GPU");
+    file.options.push_back("-DIPEX_SUB_GROUP=" + std::to_string(info.joint_sub_group));
+  }
+  // The variable chooses among the architectures of such devices.
+  const char* target = std::getenv("SYCL_JIT_AMDGCN_PTX_TARGET_CPU");
+  file.all = file.text;
+  for (const auto& [name, text] : file.headers) file.all += '\n' + name + '\n' + text;
+  for (const std::string& option : file.options) file.all += '\n' + option;
+  file.all += '\n' + info.platform + '\n' + info.version + '\n' + (target ? target : "") + '\n' +
+              std::to_string(__LIBSYCL_MAJOR_VERSION) + '.' +
+              std::to_string(__LIBSYCL_MINOR_VERSION);
+  return file;
+}
+
+Executable compile(const SourceFile& file, int device) {
+  experimental::include_files headers;
+  for (const auto& [name, text] : file.headers) headers.add(name, text);
   auto source = experimental::create_kernel_bundle_from_source(
-      sycl_context(device), experimental::source_language::sycl, read_text(entry.source),
+      sycl_context(device), experimental::source_language::sycl, file.text,
       experimental::properties{headers});
-  std::vector<std::string> options{"-O2", kOneModuleEach};
-  if (!device_info(device).is_cpu) {
-    options.emplace_back("-DIPEX_GPU");
-    options.push_back("-DIPEX_SUB_GROUP=" + std::to_string(device_info(device).joint_sub_group));
-  }
   return experimental::build(source, std::vector<sycl::device>{sycl_device(device)},
-                             experimental::properties{experimental::build_options{options}});
+                             experimental::properties{experimental::build_options{file.options}});
+}
+
+// Name of the place of a kernel in the cache.
+std::string cache_key(const Library& lib, const SourceFile& file, const Entry& entry) {
+  std::vector<std::byte> symbol(entry.symbol.size());
+  std::memcpy(symbol.data(), entry.symbol.data(), symbol.size());
+  return lib.cache.key(symbol, file.all);
+}
+
+// Whether a module has a symbol, and not one that begins with it.
+bool mentions(const std::vector<unsigned char>& module, const std::string& symbol) {
+  const auto inside = [](unsigned char c) { return std::isalnum(c) != 0 || c == '_'; };
+  const std::boyer_moore_searcher searcher(symbol.begin(), symbol.end());
+  for (auto at = module.begin();;) {
+    at = std::search(at, module.end(), searcher);
+    if (at == module.end()) return false;
+    at += static_cast<std::ptrdiff_t>(symbol.size());
+    if (at == module.end() || !inside(*at)) return true;
+  }
+}
+
+// Writes the modules of a file, one for each kernel, to the cache.
+void keep(Library& lib, const SourceFile& file, const Entry& entry) {
+  std::vector<const Entry*> left;
+  for (const auto& [name, other] : lib.entries) {
+    if (other.source == entry.source) left.push_back(&other);
+  }
+  for (const auto& image : *file.compiled) {
+    const auto content = image.ext_oneapi_get_backend_content();
+    std::vector<unsigned char> module(content.size());
+    std::memcpy(module.data(), content.data(), module.size());
+    const auto found = std::find_if(left.begin(), left.end(), [&](const Entry* other) {
+      return mentions(module, other->symbol);
+    });
+    if (found == left.end()) continue;
+    if (!lib.cache.write(cache_key(lib, file, **found), module)) ++lib.stats.cache_errors;
+    left.erase(found);
+  }
 }
 
 sycl::kernel build_from_source(Library& lib, const Entry& entry, int device) {
-  const std::pair key(device, entry.source);
-  auto found = lib.compiled.find(key);
-  if (found == lib.compiled.end()) {
-    found = lib.compiled.emplace(key, compile(lib, entry, device)).first;
+  const std::pair place(device, entry.source);
+  auto found = lib.sources.find(place);
+  if (found == lib.sources.end())
+    found = lib.sources.emplace(place, read_source(lib, entry, device)).first;
+  SourceFile& file = found->second;
+  if (!file.compiled) {
+    if (const auto kept = lib.cache.read(cache_key(lib, file, entry))) {
+      try {
+        std::vector<std::byte> module(kept->size());
+        std::memcpy(module.data(), kept->data(), module.size());
+        auto made = build_from_spirv(module, entry, device);
+        ++lib.stats.from_cache;
+        return made;
+      } catch (const std::exception&) {
+        ++lib.stats.cache_errors;  // damaged, or the device takes sources only
+      }
+    }
+    file.compiled = compile(file, device);
     ++lib.stats.compiled;
+    keep(lib, file, entry);
   }
-  return found->second.ext_oneapi_get_kernel(entry.symbol);
+  return file.compiled->ext_oneapi_get_kernel(entry.symbol);
 }
 
 bool takes_spirv(int device) {
@@ -200,6 +283,12 @@ std::vector<std::string> kernel_names() {
 }
 
 std::string kernel_symbol(std::string_view name) { return entry_of(library(), name).symbol; }
+
+std::map<std::string, std::string> user_headers() {
+  const std::filesystem::path folder = library().headers;
+  return {{"ipex/xpu.h", read_text(folder / "prelude.h")},
+          {"ipex/bfloat16.h", read_text(folder / "bfloat16.h")}};
+}
 
 int bytes_of_item(int device) {
   return !device_info(device).is_cpu && compiled_here(library(), device) ? 16 : 0;

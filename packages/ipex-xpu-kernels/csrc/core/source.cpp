@@ -180,7 +180,10 @@ const std::vector<std::string>& SourceProgram::parameters(const std::string& ker
 
 void SourceProgram::launch(const std::string& kernel, sycl::queue& queue, const WorkSize& size,
                            const std::vector<KernelArgument>& arguments) {
-  const auto& types = parameters_.at(kernel);
+  const auto known = parameters_.find(kernel);
+  if (known == parameters_.end())
+    throw std::invalid_argument("the program has no kernel named " + kernel);
+  const auto& types = known->second;
   check(types, arguments);
   check(size);
   std::optional<sycl::kernel> found;

@@ -20,6 +20,10 @@ inline const char* const kOneModuleEach = "-fsycl-device-code-split=per_kernel";
 // What a kernel is called with: the address of device memory, or a number.
 using KernelArgument = std::variant<std::uintptr_t, std::int64_t, double>;
 
+// Headers for kernels of users, by the names by which they are included, from the folder of the
+// kernels.
+std::map<std::string, std::string> user_headers();
+
 struct WorkSize {
   std::vector<std::size_t> global;  // 1 to 3 dimensions
   std::vector<std::size_t> local;   // as many, which divide them

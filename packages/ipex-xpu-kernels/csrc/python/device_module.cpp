@@ -49,20 +49,6 @@ py::dict properties(int device) {
   return result;
 }
 
-void register_device() {
-  register_guard();
-  start_autograd_threads();  // raises before anything of torch has changed but for the number of
-                             // devices
-  register_allocator();
-  register_fallback();
-  register_tensor_ops();
-  register_composites();
-  register_kernels();
-  register_collectives();
-  register_hooks();
-  ::pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
-}
-
 // Milliseconds between two recorded events, by their addresses: torch refuses to ask for events of
 // a derived class.
 double elapsed_time(std::uintptr_t first, std::uintptr_t second) {
@@ -82,7 +68,13 @@ PYBIND11_MODULE(_C, m) {
       "initialize", [](const std::string& request) { return initialize(request); },
       py::arg("request"), py::call_guard<py::gil_scoped_release>());
   m.def("why_no_device", &why_no_device);
-  m.def("register_device", &register_device, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "register_device",
+      [] {
+        register_device();
+        ::pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("register_ipex_kernels", &register_ipex_kernels);
   // Of a torch that has XPU itself: a queue of each of its devices, by address.
   m.def("adopt", [](const std::vector<std::uintptr_t>& addresses) {

@@ -25,6 +25,9 @@ class queue;
 
 namespace ipex::xpu {
 
+// Registers the devices that were found with torch (program.cpp).
+void register_device();
+
 // Devices and streams of the calling thread (guard.cpp).
 void check_device(c10::DeviceIndex device);  // raises unless there is such a device
 c10::DeviceIndex current_device() noexcept;
