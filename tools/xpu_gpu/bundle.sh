@@ -28,7 +28,7 @@ cp "$(find_file libdevice.10.bc)" "$folder/cuda/nvvm/libdevice/"
 echo '#define CUDA_VERSION 12080' > "$folder/cuda/include/cuda.h"
 printf '#!/bin/sh\nexit 1\n' > "$folder/cuda/bin/ptxas"; chmod +x "$folder/cuda/bin/ptxas"
 gcc -O1 -w -shared -fPIC "$here/preload.c" -o "$folder/lib/preload.so" -ldl
-cp "$here"/{run.sh,whole.sh,hide_cuda.cpp} "$folder/"
+cp "$here"/{run.sh,whole.sh,compile.py,hide_cuda.cpp} "$folder/"
 tar cJf "$folder/include.tar.xz" -C "$data" include
 tar cJf "$folder/kernels.tar.xz" -C "$kernels" $(cd "$kernels" && ls ./*.txt)
 if [ -n "${4:-}" ]; then tar cJf "$folder/cache.tar.xz" -C "$4" .; fi

@@ -1,8 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # whole.sh FOLDER RESULTS: a whole run on the machine with the GPU, in the order of worth, since such machines are lent for
-# minutes: the tests, compute-sanitizer over the conformance tests, the benchmarks in turns. FOLDER is of run.sh, RESULTS
-# gets the logs. STEPS (of "tests memcheck racecheck synccheck bench") chooses, TESTS names files or tests, WORKERS is the
+# minutes: the kernels are compiled, the tests, compute-sanitizer over the conformance tests, the benchmarks in turns. FOLDER is of run.sh, RESULTS
+# gets the logs. STEPS (of "kernels tests memcheck racecheck synccheck bench") chooses, TESTS names files or tests, WORKERS is the
 # number of processes, TESTS_SECONDS and CHECK_SECONDS are the most that a step may take.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) folder=$1 results=$(mkdir -p "$2" && cd "$2" && pwd)
@@ -12,9 +12,10 @@ told() { echo "== $(date +%T) $1"; }
 run() { "$here/run.sh" "$folder" "$@"; }
 told "build"
 run true || exit 1
-for step in ${STEPS:-tests memcheck bench racecheck synccheck}; do
+for step in ${STEPS:-kernels tests memcheck bench racecheck synccheck}; do
   told "$step"
   case $step in
+    kernels) run python3 "$here/compile.py" "$workers" > "$results/kernels.log" 2>&1; tail -n 3 "$results/kernels.log" ;;
     tests)
       run timeout -s INT "${TESTS_SECONDS:-280}" python3 -m pytest -q -p no:cacheprovider -n "$workers" --timeout 120 \
         --junitxml "$results/tests.xml" -rfE --tb=short ${TESTS:-tests} > "$results/tests.log" 2>&1

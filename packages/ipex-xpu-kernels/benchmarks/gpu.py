@@ -50,6 +50,57 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], A
     )
     tiny = torch.ones(8, device=device, dtype=dtype)
     yield "launch (add of 8 elements)", lambda: tiny + tiny, 0, 0
+    if device == "xpu":
+        yield from language_cases(dtype)
+
+
+def language_cases(
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Callable[[], Any], float, float]]:
+    """Yield ops of language models, which torch.cuda does not have: one token of each of eight sequences."""
+    from ipex_core.ops.woq_weight import woq_weight
+
+    ops = torch.ops.ipex
+    x, y = (torch.randn(_ROWS, _COLUMNS, device="xpu", dtype=dtype) for _ in range(2))
+    weight = torch.ones(_COLUMNS, device="xpu", dtype=dtype)
+    size = float(x.numel() * x.element_size())
+    yield "rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), 2 * size, 0
+    yield "silu_mul", lambda: ops.silu_mul(x, y), 3 * size, 0
+    sequences, context, block, heads, shared, width = 8, 4096, 32, 32, 8, 128
+    blocks = sequences * context // block
+    table = torch.randperm(blocks).view(sequences, -1).int().to("xpu")
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device="xpu")
+    query = torch.randn(sequences, heads, width, device="xpu", dtype=dtype)
+    out = torch.empty_like(query)
+    for stored in (dtype, torch.int8):
+        shape = (blocks, shared, block, width)
+        if stored == torch.int8:
+            caches = [torch.randint(-99, 99, shape, dtype=stored).to("xpu") for _ in range(2)]
+        else:
+            caches = [torch.randn(shape, device="xpu", dtype=stored) for _ in range(2)]
+        name = "own dtype" if stored == dtype else "int8"
+        moved = 2.0 * caches[0].numel() * stored.itemsize
+        scale = 1.0 if stored == dtype else 0.01
+        yield (
+            f"decoding, 8 x 4096 keys of 8 heads of 128, {name}",
+            lambda caches=caches, scale=scale: ops.single_query_cached_kv_attention(
+                *(out, query, *caches, None, 0.1, table, lengths, block, context, None),
+                *(-1, scale, scale),
+            ),
+            moved,
+            0,
+        )
+    rows = torch.randn(sequences, 4096, device="xpu", dtype=dtype)
+    for form in ("int8", "int4", "fp8_e4m3"):
+        packed = woq_weight(11008, 4096, form, 128).to("xpu")
+        moved = 11008.0 * 4096 / (2 if form == "int4" else 1)
+        for count in (1, sequences):
+            yield (
+                f"woq_linear, {count} x 4096 x 11008, {form}",
+                lambda packed=packed, count=count: ops.woq_linear(rows[:count], packed, 11008),
+                moved,
+                0,
+            )
 
 
 def seconds(call: Callable[[], Any], synchronize: Callable[[], None]) -> float:
@@ -111,11 +162,13 @@ def compare(files: list[Path]) -> None:
             statistics.median(r["us"] for r in both[d]) if both[d] else float("nan")
             for d in ("xpu", "cuda")
         )
+        if not both["xpu"]:
+            continue
         share = statistics.median(r["of_copy"] for r in both["xpu"])
         flops = statistics.median(r["tflops"] for r in both["xpu"])
         print(
             f"| {op} | {dtype} | {mine:.1f} | {f'{share:.0%}' if share else ''} | {f'{flops:.1f}' if flops else ''}"
-            f" | {other:.1f} | {other / mine:.0%} |"
+            + (f" | {other:.1f} | {other / mine:.0%} |" if both["cuda"] else " | | |")
         )
 
 
