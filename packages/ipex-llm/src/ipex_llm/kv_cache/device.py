@@ -108,13 +108,13 @@ def quantize_cache(
             own, and floats none.
     """
     names = inspect.signature(model.forward).parameters
-    place = next((name for name in ("past_key_values", "cache") if name in names), None)
+    place = next((name for name in ("cache", "past_key_values") if name in names), None)
 
     def before(
         module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = dict(zip(names, args, strict=False)) | kwargs
-        key = next((n for n in ("past_key_values", "cache") if given.get(n) is not None), place)
+        key = next((n for n in ("cache", "past_key_values") if given.get(n) is not None), place)
         use = given.get("use_cache")
         if use is None:
             use = getattr(module.config, "use_cache", True)
