@@ -33,7 +33,7 @@ if [ ! -e "$site/built" ]; then
   cp -r "$folder"/include/include/. "$site/include/"
   cp "$folder/lib/libsycl.so.9" "$site/lib/"; ln -sf libsycl.so.9 "$site/lib/libsycl.so"
   printf 'Metadata-Version: 2.1\nName: intel-sycl-rt\nVersion: 2026.1.2\n' > "$site/intel_sycl_rt-2026.1.2.dist-info/METADATA"
-  printf 'include/sycl/sycl.hpp,,\nlib/libsycl.so,,\n' > "$site/intel_sycl_rt-2026.1.2.dist-info/RECORD"
+  printf 'include/sycl/sycl.hpp,,\nlib/libsycl.so,,\nlib/libsycl.so.9,,\n' > "$site/intel_sycl_rt-2026.1.2.dist-info/RECORD"
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} LD_LIBRARY_PATH=$folder/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   packages=$folder/source/packages
   cp -r "$packages"/*/src/ipex_{core,quant,llm} "$site/"

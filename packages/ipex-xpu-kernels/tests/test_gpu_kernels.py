@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_checks import FLOATS, TOLERANCE, rand
+from kernel_checks import DEVICE, FLOATS, TOLERANCE, rand
+from test_ipex_kernels import run
+from test_llm_kernels import same
 from test_process import output
 
 import ipex_xpu_kernels as xpu
+from ipex_core.library.kernels import specs
+from ipex_core.ops.woq_weight import woq_weight
 
 KERNELS = Path(xpu.__file__).with_name("kernels")
 NAMES = {torch.float32: "float", torch.bfloat16: "ipex::bf16", torch.float16: "sycl::half"}
@@ -135,6 +139,56 @@ def test_attention_of_16_bits(dtype: torch.dtype, size: int) -> None:
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=2 * atol)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["decode_attention", "single_query_cached_kv_attention"])
+@pytest.mark.usefixtures("always")
+def test_decoding_by_splits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, on any device; heads of eight numbers each, whatever the samples have."""
+    from ipex_xpu_kernels import _attention
+
+    monkeypatch.setattr(_attention, "is_gpu", lambda _: True)
+    starts = []
+    launch = _attention.launch
+    monkeypatch.setattr(
+        _attention, "launch", lambda kernel, *a: (starts.append(kernel), launch(kernel, *a))
+    )
+    spec = specs()[name]
+    rtol, atol = spec.tolerance[dtype]
+    for sample in spec.samples(dtype):
+        expected = run(name, sample, "cpu")
+        for one, wanted in zip(run(name, sample, "xpu"), expected, strict=True):
+            same(one, wanted, 2 * rtol, 2 * atol, str(sample.id))
+    kinds = {kernel.partition(",")[0] for kernel in starts if "split" in kernel}
+    assert kinds
+    # More keys than a split has, of which few are seen.
+    q = rand(2, 8, 1, 64, dtype=dtype)
+    k, v = (rand(2, 2, 1500, 64, dtype=dtype) for _ in range(2))
+    for window in (-1, 200):
+        actual, wanted = (
+            torch.ops.ipex.decode_attention(
+                *(q.to(d), k.to(d), v.to(d), torch.tensor([1500, 700], device=d)),
+                window_size=window,
+            ).cpu()
+            for d in ("xpu", "cpu")
+        )
+        torch.testing.assert_close(actual, wanted, rtol=2 * rtol, atol=2 * atol)
+
+
+@pytest.mark.usefixtures("always")
+def test_packed_weights_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipex_xpu_kernels import _woq
+
+    monkeypatch.setattr(_woq, "is_gpu", lambda _: True)
+    for format in ("int8", "int4", "nf4", "fp8_e4m3"):
+        for group, size in ((-1, 96), (32, 200), (128, 1024)):
+            weight = woq_weight(40, size, format, group)
+            for rows in (1, 11):
+                x = torch.randn(rows, size, generator=torch.Generator().manual_seed(rows))
+                expected = torch.ops.ipex.woq_linear(x, weight, 40)
+                actual = torch.ops.ipex.woq_linear(x.to("xpu"), weight.to("xpu"), 40)
+                same(actual, expected, 1e-4, 1e-4, f"{format} {group} {rows}")
+
+
 def test_kernels_from_their_source(tmp_path: Path) -> None:
     code = (
         "import torch, ipex_xpu_kernels as xpu; xpu.activate(); x = torch.randn(5, 7)\n"
@@ -148,6 +202,8 @@ def test_kernels_from_their_source(tmp_path: Path) -> None:
     # The next process finds what the first one has compiled.
     code = code.replace("stats['compiled'] >= 2", "stats['compiled'], stats['from_cache'] >= 3")
     assert output(code, **variables) == "0 0 True"
+    if not DEVICE.startswith("cpu"):
+        return  # which take a minute to compile the files again
     for file in tmp_path.glob("*.bin"):
         file.write_bytes(file.read_bytes()[:-8])
     assert output(code, **variables).startswith("0 ")

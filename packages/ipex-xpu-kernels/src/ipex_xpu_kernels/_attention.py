@@ -11,7 +11,7 @@ import torch
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.attention import check_offsets
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
-from ipex_xpu_kernels._launch import kernel, launch
+from ipex_xpu_kernels._launch import is_gpu, kernel, launch
 
 __all__ = ["FUNCTIONS"]
 
@@ -72,16 +72,23 @@ def _run(
     tensors = query, key, value, out, mask, _float(slopes), _float(sinks)
     places = q_starts, k_starts, k_lengths, table
     scale = scale or query.shape[-1] ** -0.5
+    kv_heads, rows = key.shape[1:3]
+    group = query.shape[1] // max(kv_heads, 1)
+    if k_starts is None and _splits(query, key, value, group * longest):
+        _run_split(
+            *(query, key, value, out, mask, tensors[5], tensors[6], q_starts, k_lengths, table),
+            *(sequences, longest, behind, ahead, scale, softcap, bottom_right, factors),
+        )
+        return
     if key.dtype == query.dtype:
         _native().attention(
             *(*tensors, *places, sequences, longest, behind, ahead, scale, softcap, bottom_right)
         )
         return
     k_scale, v_scale, key_scales, value_scales = factors
-    _, kv_heads, rows, size = key.shape
+    size = key.shape[3]
     if 0 in (out.numel(), sequences, kv_heads):
         return
-    group = query.shape[1] // kv_heads
     launch(
         *(kernel("attention_quantized", query.dtype, key.dtype), query),
         *((sequences, kv_heads, group * longest), (1, 1, _QUERIES)),
@@ -98,6 +105,76 @@ def _run(
 
 #: Queries of a work-group of the kernel for quantized caches, and the largest head it has.
 _QUERIES, _LARGEST = 16, 256
+#: Of the kernel that splits the keys of a sequence: queries and items of a work-group, the most queries that it is used
+#: for, and the keys that a split has at least.
+_SPLIT_ROWS, _SPLIT_ITEMS, _SPLIT_MOST, _SPLIT_KEYS = 8, 256, 16, 256
+
+
+def _splits(query: Tensor, key: Tensor, value: Tensor, rows: int) -> bool:
+    """Return whether the keys of a sequence are split among work-groups: few queries, on a GPU."""
+    sizes = query.shape[-1], value.shape[-1]
+    if not 0 < rows <= _SPLIT_MOST or 0 in key.shape or any(n % 8 or n > _LARGEST for n in sizes):
+        return False
+    for x in (key, value):  # which are read by eight numbers
+        if x.data_ptr() % (8 * x.element_size()) or any(n % 8 for n in x.stride()[:-1]):
+            return False
+    return is_gpu(query)
+
+
+def _run_split(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    mask: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_starts: Tensor | None,
+    k_lengths: Tensor | None,
+    table: Tensor | None,
+    sequences: int,
+    longest: int,
+    behind: int,
+    ahead: int,
+    scale: float,
+    softcap: float,
+    bottom_right: bool,
+    factors: tuple[float, float, Tensor | None, Tensor | None],
+) -> None:
+    if out.numel() == 0 or sequences == 0:
+        return
+    k_scale, v_scale, key_scales, value_scales = factors
+    kv_heads, keys = key.shape[1:3]
+    group = query.shape[1] // kv_heads
+    most = group * longest
+    size, value_size = query.shape[3], value.shape[3]
+    reach = keys if table is None else table.shape[1] * keys
+    blocks = -(-most // _SPLIT_ROWS)
+    # Enough groups for a GPU, of keys that are worth one.
+    wanted = -(-1024 // (sequences * kv_heads * blocks))
+    splits = max(1, min(wanted, -(-reach // _SPLIT_KEYS), 64))
+    rows = sequences * kv_heads * splits * most
+    parts = query.new_empty(rows * value_size, dtype=torch.float32)
+    stats = query.new_empty(rows * 2, dtype=torch.float32)
+    launch(
+        *(kernel("attention_split", query.dtype, key.dtype), query),
+        *((sequences, kv_heads, splits * blocks * _SPLIT_ITEMS), (1, 1, _SPLIT_ITEMS)),
+        *(query, key, value, parts, stats, mask, slopes, q_starts, k_lengths, table),
+        *(group, query.shape[2], keys, size, value_size, most, splits),
+        *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
+        *((0, 0, 0, 0) if mask is None else mask.stride()),
+        *(0 if table is None else table.stride(0), keys, behind, ahead),
+        *(float(scale * k_scale), float(softcap), bottom_right),
+        *(key_scales, value_scales),
+        *((0, 0, 0) if key_scales is None else key_scales.stride()),
+        *((0, 0, 0) if value_scales is None else value_scales.stride()),
+    )
+    launch(
+        *(kernel("attention_join", query.dtype), query),
+        *((sequences * kv_heads * most, value_size), (1, 64)),
+        *(parts, stats, out, sinks, q_starts, group, query.shape[2], value_size, most, splits),
+        *(kv_heads, *out.stride()[:3], float(v_scale)),
+    )
 
 
 def _supported(query: Tensor, key: Tensor, value: Tensor, *factors: Any) -> bool:

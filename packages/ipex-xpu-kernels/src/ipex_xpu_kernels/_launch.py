@@ -61,12 +61,16 @@ def launch(
     programs().launch(name, device, queue, whole, list(group), values)
 
 
-def launch_rows(name: str, like: Tensor, rows: int, *arguments: object) -> None:
-    """Start a kernel with a work-group for each row."""
+def is_gpu(like: Tensor) -> bool:
+    """Return whether the device of a tensor is none of the SYCL CPU devices."""
     from ipex_xpu_kernels import _device
 
-    is_cpu = _device.native().properties(like.device.index)["type"] == "cpu"
-    lanes = _LANES[is_cpu]
+    return bool(_device.native().properties(like.device.index)["type"] != "cpu")
+
+
+def launch_rows(name: str, like: Tensor, rows: int, *arguments: object) -> None:
+    """Start a kernel with a work-group for each row."""
+    lanes = _LANES[not is_gpu(like)]
     launch(name, like, (rows * lanes,), (lanes,), *arguments)
 
 

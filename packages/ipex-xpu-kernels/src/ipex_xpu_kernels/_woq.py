@@ -16,7 +16,7 @@ from ipex_core.packing import woq
 from ipex_core.packing.dense import HEADER_BYTES
 from ipex_core.packing.quantize import CODEBOOKS, QWEIGHT_DTYPES
 from ipex_core.packing.woq import check_woq_packed
-from ipex_xpu_kernels._launch import DTYPES, launch
+from ipex_xpu_kernels._launch import DTYPES, is_gpu, launch
 
 __all__ = ["FUNCTIONS"]
 
@@ -25,8 +25,8 @@ Tensor = torch.Tensor
 #: What the kernel calls the dtypes of scales and the kinds of zero points.
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e8m0fnu: 4}
 _ZEROS = {"none": -1, "float32": 0, "int8": 3}
-#: Output features that a work-group has.
-_STRIP = 16
+#: Output features that a work-group has, and the items of a GPU that share one.
+_STRIP, _PARTS = 16, 16
 
 
 @functools.cache
@@ -59,6 +59,8 @@ def product(rows: Tensor, packed: Tensor, layout: woq.Layout) -> Tensor:
     if layout.permuted:
         rows = rows[:, woq.permutation(packed, layout)]
     rows = functional.pad(rows, (0, layout.blocks * layout.block_k - layout.k)).contiguous()
+    if rows.data_ptr() % 32:  # a part of another tensor, which a GPU does not read by words
+        rows = rows.clone()
     y = rows.new_empty(rows.shape[0], layout.n, dtype=torch.float32)
     scale_bytes, zero_bytes, sum_bytes, _ = layout.parts
     table = _numbers(layout.format, rows.device)
@@ -67,9 +69,10 @@ def product(rows: Tensor, packed: Tensor, layout: woq.Layout) -> Tensor:
     rows_each = 1 if m == 1 else 8
     kind = "woq_product" if table is None else "woq_table_product"
     nibbles = "true" if layout.block_k == 8 else "false"
+    parts = _PARTS if is_gpu(rows) else 1
     launch(
         *(f"{kind}<{DTYPES[rows.dtype]},{nibbles},{rows_each}>", rows),
-        *((-(-m // rows_each), layout.n), (1, _STRIP)),
+        *((-(-m // rows_each), -(-layout.n // _STRIP) * _STRIP * parts), (1, _STRIP * parts)),
         *((rows, strips, y) if table is None else (rows, strips, table, y)),
         *(m, layout.n, rows.stride(0), layout.blocks),
         layout.blocks if layout.groups == 1 else layout.group // layout.block_k,

@@ -57,7 +57,7 @@ struct Taps {
 class Boxes {
  public:
   // Nothing where a box is not valid, or for more working memory than there should be.
-  static optional<Boxes> of(const Tensor& rois, const Map& map, const Grid& grid) {
+  static optional<Boxes> of(const char* op, const Tensor& rois, const Map& map, const Grid& grid) {
     Boxes boxes;
     boxes.rois = rois.to(at::kFloat).contiguous();
     for (auto [taps, bins, pixels] : {std::tuple(&boxes.rows, grid.rows, map.height),
@@ -74,8 +74,8 @@ class Boxes {
     check.check = [&](void* flag) {
       wide ? boxes.fill<double>(map, grid, flag) : boxes.fill<float>(map, grid, flag);
     };
-    check.message = [images = map.images](std::size_t, std::int64_t) {
-      return c10::str("roi_align: rois must be finite and begin with the index of one of ", images,
+    check.message = [op, images = map.images](std::size_t, std::int64_t) {
+      return c10::str(op, ": rois must be finite and begin with the index of one of ", images,
                       " images");
     };
     check.is_index = false;
@@ -123,7 +123,7 @@ optional<Tensor> roi_align(const Tensor& x, const Tensor& rois, double scale, st
   const Map map(x.size(0), x.size(1), x.size(2), x.size(3));
   const Grid grid{scale, rows, columns, ratio, aligned};
   if (!fits(x, rois, map, grid)) return std::nullopt;
-  const auto boxes = Boxes::of(rois, map, grid);
+  const auto boxes = Boxes::of("roi_align", rois, map, grid);
   if (!boxes) return std::nullopt;
   const Tensor y =
       image_like(x, {rois.size(0), map.channels, rows, columns}, x.scalar_type(), true);
@@ -146,7 +146,7 @@ optional<Tensor> roi_align_backward(const Tensor& grad, const Tensor& rois, doub
   if (!fits(grad, rois, map, grid) ||
       grad.sizes() != at::IntArrayRef({rois.size(0), channels, rows, columns}))
     return std::nullopt;
-  const auto boxes = Boxes::of(rois, map, grid);
+  const auto boxes = Boxes::of("roi_align_backward", rois, map, grid);
   if (!boxes) return std::nullopt;
   const Tensor sums = image_like(grad, {images, channels, height, width}, at::kFloat, true).zero_();
   const Tensor grads = grad.contiguous(at::MemoryFormat::ChannelsLast);
