@@ -23,6 +23,7 @@ def vllm(session: nox.Session, version: str) -> None:
     session.env["PIP_CONSTRAINT"] = ""
     session.install("packaging", "pytest")
     session.run("python", "tools/vllm_install.py", version)
+    session.install("ray")
     install_wheels(session, PACKAGES, "--no-deps")
     session.run("python", "tools/vllm_record.py")
     session.run("python", "tools/vllm_check.py", *session.posargs)

@@ -38,7 +38,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_models import eagle, family, nearest, nearest_fp4, tokenizer, vision_model
+from vllm_models import (
+    eagle,
+    family,
+    nearest,
+    nearest_fp4,
+    nearest_fp8,
+    tokenizer,
+    vision_model,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 for package in ("ipex-llm", "ipex-quant"):
@@ -382,12 +390,30 @@ def quantized(folder: Path) -> Iterator[Case]:
             return "" if worst < limit else f"a token is {worst:.2f} nats behind the best"
 
         yield name, run
-    for kind, name in (("compressed-w4a16", "qwen3_moe"), ("mxfp4", "gpt_oss")):
-        yield f"experts-{kind}", functools.partial(packed_experts, folder, name)
+    for kind, name in (
+        ("compressed-w4a16", "qwen3_moe"),
+        ("compressed-fp8", "qwen3_moe"),
+        ("mxfp4", "gpt_oss"),
+    ):
+        yield f"experts-{kind}", functools.partial(packed_experts, folder, name, kind)
+
+    def online() -> str:
+        model, place = family("qwen3_moe", folder)
+        engine = start(place, dtype="bfloat16", quantization="fp8")
+        try:
+            got = generate(engine, prompts())
+        finally:
+            stop(engine)
+        return near_as_rounded(model, got)
+
+    yield "experts-fp8-online", online
 
 
-def packed_experts(folder: Path, name: str) -> str:
-    """Compare experts of 4 bits with the float experts that they stand for."""
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def packed_experts(folder: Path, name: str, kind: str) -> str:
+    """Compare quantized experts with the float experts that they stand for."""
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
@@ -403,35 +429,42 @@ def packed_experts(folder: Path, name: str) -> str:
             packed |= {f"{key}_blocks": blocks, f"{key}_scales": exponents}
             floats[key] = weight.transpose(1, 2).contiguous()
         elif name != "gpt_oss" and ".experts." in key:
-            tensors, floats[key] = nearest(value)
+            tensors, floats[key] = (nearest_fp8 if kind == "compressed-fp8" else nearest)(value)
             packed |= {f"{stem}.{part}": tensor for part, tensor in tensors.items()}
         else:
             packed[key] = floats[key] = value
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": 32,
-    }
-    formats: dict[str, Any] = {
-        "gpt_oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-        "qwen3_moe": {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    schemes: dict[str, Any] = {
+        "compressed-w4a16": {
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            }
+        },
+        "compressed-fp8": {
+            "weights": {**_FP8, "strategy": "channel"},
+            "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
         },
     }
+    made: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    if kind in schemes:
+        made = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized" if kind == "compressed-fp8" else "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], **schemes[kind]}},
+            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+        }
     config = json.loads((place / "config.json").read_text())
     places = []
-    for kind, tensors in (("float", floats), ("packed", packed)):
-        places.append(folder / f"{name}-{kind}")
+    for form, tensors in (("float", floats), ("packed", packed)):
+        places.append(folder / f"{name}-{kind}-{form}")
         places[-1].mkdir()
         save_file(tensors, places[-1] / "model.safetensors", {"format": "pt"})
-        if kind == "packed":
-            # vLLM has no experts of this kind in float32.
-            config |= {"quantization_config": formats[name], "dtype": "bfloat16"}
+        if form == "packed":
+            # vLLM has no experts of these kinds in float32.
+            config |= {"quantization_config": made, "dtype": "bfloat16"}
         (places[-1] / "config.json").write_text(json.dumps(config))
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     model = load(places[0], dtype=torch.float32, attn_implementation="eager").eval()
@@ -440,6 +473,11 @@ def packed_experts(folder: Path, name: str) -> str:
         got = generate(engine, prompts())
     finally:
         stop(engine)
+    return near_as_rounded(model, got)
+
+
+def near_as_rounded(model: Any, got: Tokens) -> str:
+    """Return an empty string for tokens that are at most 0.5 nats further behind than the model's in bfloat16."""
     # What rounding to bfloat16 alone costs, which may send a token to another expert.
     rounded = behind(model, reference(copy.deepcopy(model).bfloat16(), prompts()))
     worst = behind(model, got)

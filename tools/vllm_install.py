@@ -106,16 +106,34 @@ def forget(package: str, starts: Iterable[str]) -> None:
     path.write_text(kept, encoding="utf-8")  # type: ignore[attr-defined]
 
 
+def build(package: str) -> str:
+    """Return the local part of a package's version, such as ``cpu``; the builds of PyPI have none."""
+    return importlib.metadata.version(package).partition("+")[2]
+
+
+def install_torch() -> None:
+    """Install the torch and the torchvision that vLLM wants, of one build: torchvision loads with no other."""
+    wanted = {one.name: one.specifier for one in requirements("vllm")}
+    pair = ("torch", "torchvision")
+    pip("--no-deps", *(f"{name}{wanted[name]}" for name in pair))
+    if build("torch") != build("torchvision"):
+        # pip prefers a build with a local version to the one of PyPI, and has found one of torch only.
+        for name in pair:
+            public = importlib.metadata.version(name).partition("+")[0]
+            pip("--no-deps", f"{name}==={public}")
+
+
 def main() -> None:
     """Install vLLM, its torch, and what the two need on a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="version of vLLM")
     version = parser.parse_args().version
     pip("--no-deps", f"vllm=={version}")
-    torch = next(one for one in requirements("vllm") if one.name == "torch")
-    pip("--no-deps", f"torch{torch.specifier}")
+    install_torch()
     small = [one for one in requirements("torch") if not one.name.startswith(("nvidia-", "cuda-"))]
-    pip(*(f"{one.name}{one.specifier}" for one in small if one.name != "triton"), "numpy")
+    small += requirements("torchvision")
+    needed = [one for one in small if one.name not in ("torch", "triton")]
+    pip(*(f"{one.name}{one.specifier}" for one in needed))
     install_libraries()
     forget("torch", ("nvidia-", "cuda-", "triton"))
     forget("vllm", (*GPU_ONLY, *ANY_VERSION))
@@ -124,8 +142,7 @@ def main() -> None:
         if not one.name.lower().startswith(("torch", *GPU_ONLY)):
             extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
             wanted.append(f"{one.name}{extras}{one.specifier}")
-    vision = [one for one in requirements("vllm") if one.name == "torchvision"]
-    pip(*wanted, *ANY_VERSION, *(f"{one.name}{one.specifier}" for one in vision))
+    pip(*wanted, *ANY_VERSION)
 
 
 if __name__ == "__main__":

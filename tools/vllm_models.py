@@ -7,7 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["eagle", "family", "nearest", "nearest_fp4", "tokenizer", "vision_model"]
+__all__ = [
+    "eagle",
+    "family",
+    "nearest",
+    "nearest_fp4",
+    "nearest_fp8",
+    "tokenizer",
+    "vision_model",
+]
 
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 #: What vLLM wants of a family: latent rows of 576 numbers, the shared head that all checkpoints of Cohere 2 have, and
@@ -142,6 +150,15 @@ def nearest(weight: Any) -> tuple[dict[str, Any], Any]:
         "weight_shape": torch.tensor(weight.shape),
     }
     return tensors, (codes * scale[..., None]).flatten(1)
+
+
+def nearest_fp8(weight: Any) -> tuple[dict[str, Any], Any]:
+    """Round ``[N, K]`` to FP8 with a scale for each row; return the tensors of compressed-tensors, and the values."""
+    import torch
+
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
 def nearest_fp4(weight: Any) -> tuple[Any, Any, Any]:

@@ -23,7 +23,7 @@ RECORD = (
 )
 _KERNELS = "vllm.model_executor.kernels.linear"
 _BACKEND = "vllm.v1.attention.backend"
-_QUANTIZED_EXPERTS = ("CPUExpertsInt4", "CPUExpertsInt8", "CPUExpertsMxfp4")
+_QUANTIZED_EXPERTS = ("CPUExpertsInt4", "CPUExpertsInt8", "CPUExpertsMxfp4", "CPUExpertsFp8")
 
 #: Module -> functions, and classes with the methods that the plug-in overrides or calls. "": only that it is there.
 INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -72,6 +72,10 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.model_executor.layers.fused_moe.oracle.unquantized": {
         "backend_to_kernel_cls": (),
         "UnquantizedMoeBackend": (),
+    },
+    "vllm.model_executor.layers.fused_moe.oracle.fp8": {
+        "convert_to_fp8_moe_kernel_format": (),
+        "Fp8MoeBackend": (),
     },
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": {
         "CPUUnquantizedExperts": (

@@ -191,7 +191,9 @@ def _details(modules: dict[str, types.ModuleType], config: Config, cpu: bool) ->
 
     cpu_moe = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"]
     cpu_moe.kInt4Static = types.SimpleNamespace(dtype="int4")  # type: ignore[attr-defined]
-    for name in ("Unquantized", "Int4", "Int8", "Mxfp4"):
+    fp8 = modules["vllm.model_executor.layers.fused_moe.oracle.fp8"]
+    fp8.Fp8MoeBackend = MoeBackend  # type: ignore[attr-defined]
+    for name in ("Unquantized", "Int4", "Int8", "Mxfp4", "Fp8"):
         class_name = f"CPU{name}Experts" if name == "Unquantized" else f"CPUExperts{name}"
         getattr(cpu_moe, class_name).__init__ = experts
 

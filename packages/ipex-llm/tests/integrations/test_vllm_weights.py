@@ -412,3 +412,66 @@ def test_experts_in_mxfp4(modules, activation):
     assert not layer.w13_weight_scale.numel()
     expected = moe(*wanted, x, weights, ids, activation, biases)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("block", [None, (128, 128), (64, 64)])
+@pytest.mark.parametrize("each", ["expert", "row"])
+def test_experts_in_fp8(modules, block, each):
+    count, hidden, inner = 4, 128, 128
+    x, weights, ids = routed(5, hidden, count)
+    parts, wanted = {}, []
+    for name, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+        codes = torch.randn(count, n, k).to(torch.float8_e4m3fn)
+        shape = (count,) if each == "expert" else (count, n, 1)
+        if block is not None:
+            shape = (count, n // block[0], k // block[1])
+        scale = (torch.rand(shape) + 0.1) / k**0.5
+        wide = scale.view(count, -1, 1) if block is None else scale
+        wide = wide.repeat_interleave(n // wide.shape[1], 1)
+        wanted.append(codes.float() * wide.repeat_interleave(k // wide.shape[2], 2))
+        parts |= {f"{name}_weight": codes, f"{name}_weight_scale": scale}
+    layer = stand_in.layer_of(**parts)
+    # What the checkpoint says, also where vLLM has cut the blocks for its ranks.
+    layer.weight_block_size = None if block is None else [128, 128]
+    quantized_experts.register_quantized_experts()
+    oracle = modules["vllm.model_executor.layers.fused_moe.oracle.fp8"]
+    w13, w2, s13, s2 = oracle.convert_to_fp8_moe_kernel_format(
+        fp8_backend=oracle.Fp8MoeBackend.CPU,
+        layer=layer,
+        w13=layer.w13_weight,
+        w2=layer.w2_weight,
+        w13_scale=layer.w13_weight_scale,
+        w2_scale=layer.w2_weight_scale,
+        w13_input_scale=None,
+        w2_input_scale=None,
+    )
+    assert s13 is layer.w13_weight_scale and s2 is layer.w2_weight_scale
+    packed = stand_in.layer_of(
+        w13_weight=w13, w2_weight=w2, w13_weight_scale=s13, w2_weight_scale=s2
+    )
+    out = run_quantized("CPUExpertsFp8", modules, packed, x, weights, ids, inner)
+    expected = moe(*wanted, x, weights, ids)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_which_experts_in_fp8_fit(modules):
+    quantized_experts.register_quantized_experts()
+    quantized_experts.register_quantized_experts()
+    oracle = modules["vllm.model_executor.layers.fused_moe.oracle.fp8"]
+    with pytest.raises(stand_in.Stated):  # another backend is vLLM's
+        oracle.convert_to_fp8_moe_kernel_format(oracle.Fp8MoeBackend.TRITON, *[None] * 7)
+    made = modules["vllm.model_executor.layers.fused_moe.experts.cpu_moe"].CPUExpertsFp8
+    assert not made._supports_activation(types.SimpleNamespace(value="swigluoai"))
+
+    def key(dtype, row, col):
+        scale = types.SimpleNamespace(group_shape=group_shape(row, col))
+        return types.SimpleNamespace(dtype=dtype, scale=scale)
+
+    fp8 = torch.float8_e4m3fn
+    for shape in ((-1, -1), (1, -1), (-1, 1), (128, 128), (64, 64)):
+        assert made._supports_quant_scheme(key(fp8, *shape), key(fp8, 1, -1))
+        assert made._supports_quant_scheme(key(fp8, *shape), None)
+    assert not made._supports_quant_scheme(key(fp8, 1, 32), None)
+    assert not made._supports_quant_scheme(key(torch.int8, -1, -1), None)
+    assert not made._supports_quant_scheme(key(fp8, -1, -1), key(torch.int8, 1, -1))
+    assert not made._supports_quant_scheme(None, None)

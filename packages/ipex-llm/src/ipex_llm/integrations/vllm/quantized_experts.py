@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of vLLM with integer weights of 4 and 8 bits and with MXFP4, on ``ipex::fused_experts``.
+"""Experts of vLLM with integer weights of 4 and 8 bits, FP8 and MXFP4, on ``ipex::fused_experts``.
 
 vLLM looks its experts for the CPU up by their names in one module, each time. They are replaced there. Activations
 stay float, also where vLLM's own would round them to 8 bits.
@@ -7,7 +7,9 @@ stay float, also where vLLM's own would round them to 8 bits.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +18,21 @@ import torch
 from ipex_core.nn.moe import pack_woq_experts
 from ipex_llm.integrations.vllm import experts
 
-__all__ = ["register_quantized_experts", "unpack_words"]
+__all__ = ["convert_fp8", "register_quantized_experts", "unpack_words"]
 
 Tensor = torch.Tensor
 
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"
+_FP8_ORACLE = "vllm.model_executor.layers.fused_moe.oracle.fp8"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+#: Modules that import the function `convert_fp8` replaces, by name, at their start.
+_FP8_USERS = (
+    f"{_QUANTIZATION}.fp8",
+    f"{_QUANTIZATION}.modelopt",
+    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8",
+)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 #: Places of the 8 codes in a word of AWQ.
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -39,6 +50,7 @@ def register_quantized_experts() -> tuple[str, ...]:
         "CPUExpertsInt4": None,
         "CPUExpertsInt8": _pack_int8,
         "CPUExpertsMxfp4": _pack_mxfp4,
+        "CPUExpertsFp8": None,
     }
     for name, pack in packs.items():
         stock = getattr(module, name, None)
@@ -46,16 +58,68 @@ def register_quantized_experts() -> tuple[str, ...]:
             continue
         if not getattr(stock, "_ipex", False):
             made = _expert_class(name, stock, pack)
-            if pack is None:
+            if name == "CPUExpertsInt4":
                 # Groups of any size, for which vLLM has keys of their own.
                 made._supports_quant_scheme = staticmethod(_any_group(module.kInt4Static))
+            elif name == "CPUExpertsFp8":
+                made._supports_quant_scheme = staticmethod(_supports_fp8)
+                # The clamped SwiGLU has rows that take turns.
+                made._supports_activation = staticmethod(
+                    lambda activation: (
+                        _supports_activation(activation) and not experts.interleaved(activation)
+                    )
+                )
             setattr(module, name, made)
         done.append(name)
     if "CPUExpertsInt4" in done:
         module.prepare_int4_moe_layer_for_cpu = prepare_int4
     if "CPUExpertsMxfp4" in done:
         module.prepare_mxfp4_moe_layer_for_cpu = lambda w13, w2, s13, s2: (w13, w2, s13, s2)
+    if "CPUExpertsFp8" in done:
+        _replace_conversion_of_fp8()
     return tuple(done)
+
+
+def _replace_conversion_of_fp8() -> None:
+    """Replace vLLM's conversion of FP8 experts in its module, and in those that have imported it by now."""
+    oracle: Any = importlib.import_module(_FP8_ORACLE)
+    stock = oracle.convert_to_fp8_moe_kernel_format
+    if getattr(stock, "_ipex", False):
+        return
+    cpu = oracle.Fp8MoeBackend.CPU
+
+    @functools.wraps(stock)
+    def convert(
+        fp8_backend: Any,
+        layer: Any,
+        w13: Tensor,
+        w2: Tensor,
+        w13_scale: Tensor,
+        w2_scale: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if fp8_backend != cpu:
+            return stock(fp8_backend, layer, w13, w2, w13_scale, w2_scale, *args, **kwargs)
+        block = getattr(layer, "weight_block_size", None)
+        return (*convert_fp8((w13, w2), (w13_scale, w2_scale), block), w13_scale, w2_scale)
+
+    convert._ipex = True  # type: ignore[attr-defined]
+    for name in (_FP8_ORACLE, *_FP8_USERS):
+        module = sys.modules.get(name)
+        if getattr(module, stock.__name__, None) is stock:
+            setattr(module, stock.__name__, convert)
+
+
+def _supports_fp8(weight_key: Any, activation_key: Any) -> bool:
+    """Return whether weights are FP8 with a scale for an expert, a row or a block; activations stay float."""
+    if getattr(weight_key, "dtype", None) not in _FP8:
+        return False
+    if activation_key is not None and activation_key.dtype not in _FP8:
+        return False
+    shape = weight_key.scale.group_shape
+    whole = shape.is_per_tensor() or shape.is_per_token() or shape.is_per_channel()
+    return bool(whole or (shape.row > 1 and shape.col > 1))
 
 
 def _any_group(key: Any) -> Callable[[Any, Any], bool]:
@@ -177,6 +241,39 @@ def prepare_int4(
     )
     empty = [torch.empty(0) for _ in range(4)]
     return (packed.w13, packed.w2, *empty)
+
+
+def convert_fp8(
+    weights: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], block: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Pack experts of FP8.
+
+    Args:
+        weights: ``[E, 2 I, H]``, gate rows first, and ``[E, H, I]``.
+        scales: For each weight ``[E]``, ``[E, N, 1]``, or one for each block, ``[E, ceil(N / r), ceil(K / c)]``.
+        block: The rows ``r`` and columns ``c`` of a block, as the checkpoint says it; None where there are no blocks.
+    """
+    rows, group = [], -1
+    for weight, scale in zip(weights, scales, strict=True):
+        count, n, k = weight.shape
+        scale = scale.detach().float()
+        if block is None:
+            scale = scale.reshape(count, -1, 1).expand(count, n, 1)
+        else:
+            height, group = block
+            if -(-k // group) != scale.shape[2]:  # vLLM has cut the blocks for its ranks
+                height, group = n // scale.shape[1], k // scale.shape[2]
+            scale = scale.repeat_interleave(height, dim=1)[:, :n]
+        rows.append(scale.contiguous())
+    codes = weights[0].detach(), weights[1].detach()
+    packed = pack_woq_experts(
+        codes,
+        (rows[0], rows[1]),
+        format="fp8_e5m2" if codes[0].dtype == torch.float8_e5m2 else "fp8_e4m3",
+        in_features=(codes[0].shape[2], codes[1].shape[2]),
+        group_size=group,
+    )
+    return packed.w13, packed.w2
 
 
 def _group(columns: int, groups: int) -> int:
