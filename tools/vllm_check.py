@@ -44,6 +44,7 @@ from vllm_models import (
     nearest,
     nearest_fp4,
     nearest_fp8,
+    online_fp8,
     tokenizer,
     vision_model,
 )
@@ -404,7 +405,7 @@ def quantized(folder: Path) -> Iterator[Case]:
             got = generate(engine, prompts())
         finally:
             stop(engine)
-        return near_as_rounded(model, got)
+        return near_as_rounded(online_fp8(model), got)
 
     yield "experts-fp8-online", online
 

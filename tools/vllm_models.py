@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = [
     "nearest",
     "nearest_fp4",
     "nearest_fp8",
+    "online_fp8",
     "tokenizer",
     "vision_model",
 ]
@@ -159,6 +161,30 @@ def nearest_fp8(weight: Any) -> tuple[dict[str, Any], Any]:
     scale = weight.abs().amax(1, keepdim=True) / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def online_fp8(model: Any) -> Any:
+    """Return a copy of a mixture of experts with FP8 weights as ``--quantization fp8`` makes them, in float32.
+
+    One scale is for all weights that vLLM merges: queries, keys and values; gates and up projections of an expert.
+    """
+    import torch
+
+    def rounded(weight: Any, largest: Any) -> Any:
+        scale = largest / 448
+        return (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    made = copy.deepcopy(model)
+    for layer in made.model.layers:
+        attention, experts = layer.self_attn, layer.mlp.experts
+        merged = (attention.q_proj, attention.k_proj, attention.v_proj)
+        for group in (merged, (attention.o_proj,)):
+            largest = torch.stack([one.weight.detach().abs().amax() for one in group]).amax()
+            for one in group:
+                one.weight.data = rounded(one.weight.data, largest)
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.data = rounded(weight.data, weight.data.abs().amax((1, 2), keepdim=True))
+    return made
 
 
 def nearest_fp4(weight: Any) -> tuple[Any, Any, Any]:

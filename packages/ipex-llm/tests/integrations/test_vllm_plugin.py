@@ -413,11 +413,16 @@ def step_of(attention, queries, keys, causal=True, spec=None):
         query_start_loc=starts,
         seq_lens=torch.tensor([*keys, 7], dtype=torch.int32),
         block_table_tensor=table,
-        slot_mapping=torch.zeros(total, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots)[new_rows(queries, keys)],
         causal=causal,
     )
     builder = attention.IpexMetadataBuilder(spec, ["layer"], None, torch.device("cpu"))
     return builder.build(0, batch), torch.tensor(slots)
+
+
+def new_rows(queries, keys):
+    """Return which of the packed keys are of the step's tokens."""
+    return torch.cat([torch.arange(m) >= m - n for n, m in zip(queries, keys, strict=True)])
 
 
 def dense(query, key, value, queries, keys, *, causal=True, window=0, both=False):
@@ -463,10 +468,11 @@ def test_attention_over_a_paged_cache(modules, window):
     step, slots = step_of(attention, QUERIES, KEYS)
     query, key, value = drawn(sum(QUERIES), sum(KEYS), sum(KEYS))
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE)
-    impl.do_kv_cache_update(LAYER, key, value, cache, slots)
+    new = new_rows(QUERIES, KEYS)
+    impl.do_kv_cache_update(LAYER, key[~new], value[~new], cache, slots[~new])
     out = torch.full((sum(QUERIES) + 2, HEADS * SIZE), 9.0)
-    padded = torch.cat([query, torch.zeros(2, HEADS, SIZE)])
-    assert impl.forward(LAYER, padded, key, value, cache, step, out) is out
+    padded, *fresh = (torch.cat([x, x[:2] + 1]) for x in (query, key[new], value[new]))
+    assert impl.forward(LAYER, padded, *fresh, cache, step, out) is out
     wanted = dense(query, key, value, QUERIES, KEYS, window=window or 0)
     torch.testing.assert_close(out[: sum(QUERIES)].view(-1, HEADS, SIZE), wanted, **NEAR)
     assert (out[sum(QUERIES) :] == 9).all()
@@ -481,10 +487,27 @@ def test_attention_over_an_fp8_cache(modules, name):
     stored = attention.CACHE_DTYPES[name]
     key, value = (x.to(stored).float() for x in (key, value))  # exact in the cache
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)
-    impl.do_kv_cache_update(LAYER, key, value, cache, slots)
+    new = new_rows(QUERIES, KEYS)
+    impl.do_kv_cache_update(LAYER, key[~new], value[~new], cache, slots[~new])
     out = torch.zeros(sum(QUERIES), HEADS, SIZE)
-    impl.forward(LAYER, query, key, value, cache, step, out)
+    impl.forward(LAYER, query, key[new], value[new], cache, step, out)
     torch.testing.assert_close(out, dense(query, key, value, QUERIES, KEYS), **NEAR)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_attention_over_a_cache_that_another_layer_has_written(modules, given):
+    attention = stand_in.ours("attention")
+    impl = implementation(attention, kv_sharing_target_layer_name="first" if given else None)
+    step, slots = step_of(attention, QUERIES, KEYS)
+    query, key, value = drawn(sum(QUERIES), sum(KEYS), sum(KEYS))
+    new = [torch.full_like(x[: sum(QUERIES)], 9.0) if given else None for x in (key, value)]
+    wanted = dense(query, key, value, QUERIES, KEYS)
+    for number in (0, 1):  # another cache has other views
+        cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * SIZE)
+        impl.do_kv_cache_update(LAYER, key, value + number, cache, slots)
+        out = torch.zeros(sum(QUERIES), HEADS, SIZE)
+        impl.forward(LAYER, query, *new, cache, step, out)
+        torch.testing.assert_close(out, wanted + number, **NEAR)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -659,3 +682,13 @@ def test_sums_go_through_ipex(modules, monkeypatch):
     made.device_group = "group"
     x = torch.ones(3)
     assert made.all_reduce(x) is x and calls == [(x, "group")]
+
+
+def test_attention_is_an_op_where_layers_are_compiled(modules):
+    platform = stand_in.use_our_platform(modules)
+    for mode, opaque in ((0, False), (3, True)):
+        config = stand_in.vllm_config(compilation_config=stand_in.Config(mode=mode))
+        modules["vllm.config"].get_current_vllm_config_or_none = lambda c=config: c
+        assert platform.opaque_attention_op() is opaque
+    modules["vllm.config"].get_current_vllm_config_or_none = lambda: None
+    assert platform.opaque_attention_op() is True

@@ -34,7 +34,8 @@ _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 class IpexAttentionBackend(AttentionBackend):
     """What vLLM asks a backend about."""
 
-    forward_includes_kv_cache_update = False
+    # One call of vLLM's op for each layer, not two.
+    forward_includes_kv_cache_update = True
     accept_output_buffer = True
     supported_dtypes: ClassVar = list(FLOATS)
     supported_kv_cache_dtypes: ClassVar = list(CACHE_DTYPES)
@@ -198,6 +199,7 @@ class IpexAttentionImpl(AttentionImpl):
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self._views: tuple[Tensor, torch.dtype, Tensor, Tensor] | None = None
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(
                 f"vLLM plug-in: sinks must have one number for each of {num_heads} heads, got {sinks.shape[0]}"
@@ -205,11 +207,17 @@ class IpexAttentionImpl(AttentionImpl):
 
     def caches(self, kv_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[num_blocks, kv_heads, block_size, head_size]`` of a layer's cache, as views."""
+        # A layer has the same cache in each step: the views are made once.
+        made = self._views
+        if made is not None and made[0] is kv_cache and made[1] == dtype:
+            return made[2], made[3]
+        whole = kv_cache
         stored = check_cache_dtype(self.kv_cache_dtype, dtype)
         if kv_cache.dtype != stored:
             kv_cache = kv_cache.view(stored)
         blocks, heads, size, _ = kv_cache.shape
         keys, values = kv_cache.view(blocks, heads, size * 2, -1).chunk(2, dim=2)
+        self._views = whole, dtype, keys, values
         return keys, values
 
     def do_kv_cache_update(
@@ -221,11 +229,11 @@ class IpexAttentionImpl(AttentionImpl):
         keys, values = self.caches(kv_cache, key.dtype)
         count = min(key.shape[0], slot_mapping.shape[0])
         torch.ops.ipex.reshape_and_cache(
-            key[:count],
-            value[:count],
+            _first(key, count),
+            _first(value, count),
             keys,
             values,
-            slot_mapping[:count],
+            _first(slot_mapping, count),
             "auto",
             layer._k_scale_float,
             layer._v_scale_float,
@@ -235,20 +243,20 @@ class IpexAttentionImpl(AttentionImpl):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: IpexMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the attention of the step's tokens into ``output`` and return it.
+        """Write the step's keys and values to the cache and its attention into ``output``, and return that.
 
         Args:
             layer: vLLM's layer, which has the scales of an fp8 cache.
             query: ``[tokens, heads, head_size]``.
-            key: ``[tokens, kv_heads, head_size]``; its rows are in the cache already.
+            key: ``[tokens, kv_heads, head_size]``, or None where an earlier step wrote them all.
             value: Like ``key``.
             kv_cache: The cache of the layer.
             attn_metadata: The step; None while vLLM measures memory.
@@ -264,10 +272,11 @@ class IpexAttentionImpl(AttentionImpl):
             return output
         step = attn_metadata
         count = step.num_actual_tokens
-        out = output[:count].view(count, self.num_heads, self.head_size)
-        query = query[:count].view(count, self.num_heads, self.head_size)
+        out = _first(output, count).view(count, self.num_heads, self.head_size)
+        query = _first(query, count).view(count, self.num_heads, self.head_size)
         sinks = self._sinks(query.dtype)
         if self.attn_type in _WITHOUT_CACHE:
+            assert key is not None and value is not None
             torch.ops.ipex.varlen_attention(
                 query,
                 key[:count].view(count, self.num_kv_heads, self.head_size),
@@ -289,6 +298,8 @@ class IpexAttentionImpl(AttentionImpl):
                 sinks,
             )
             return output
+        if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, step.slot_mapping)
         keys, values = self.caches(kv_cache, query.dtype)
         torch.ops.ipex.flash_attn_varlen_func(
             out,
@@ -319,3 +330,8 @@ class IpexAttentionImpl(AttentionImpl):
             return self.sinks
         self.sinks = self.sinks.float()
         return self.sinks
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """Return the first rows, without a view where that is all of them."""
+    return tensor if tensor.shape[0] == count else tensor[:count]

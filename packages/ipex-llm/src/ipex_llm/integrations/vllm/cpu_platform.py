@@ -112,6 +112,12 @@ class IpexPlatform(CpuPlatform):
             ranks.bind(parallel.local_world_size * replicas)
 
     @classmethod
+    def opaque_attention_op(cls) -> bool:
+        """Return whether layers call attention as an op: where nothing is compiled, a plain call is cheaper."""
+        config: Any = importlib.import_module("vllm.config").get_current_vllm_config_or_none()
+        return config is None or bool(config.compilation_config.mode)
+
+    @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Do it once in a process: for a second engine vLLM would search all modules again, and fail on some."""
         if not cls._overridden:

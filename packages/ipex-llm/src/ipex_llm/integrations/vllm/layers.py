@@ -143,14 +143,14 @@ def _norm(
 ) -> Any:
     if residual is None:
         return torch.ops.ipex.rms_norm(x, weight, self.variance_epsilon, offset)
-    return tuple(torch.ops.ipex.add_rms_norm(x, residual, weight, self.variance_epsilon, offset))
+    return torch.ops.ipex.add_rms_norm(x, residual, weight, self.variance_epsilon, offset)
 
 
 def _rms_norm(
     self: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     # A norm over a part of the row, or in another dtype than its weight, is not what our op computes.
-    weight = self.weight.data if getattr(self, "has_weight", True) else None
+    weight = self.weight if getattr(self, "has_weight", True) else None
     partial = getattr(self, "variance_size_override", None) is not None
     mixed = weight is not None and weight.dtype != x.dtype
     if partial or mixed or args or kwargs:
@@ -159,9 +159,10 @@ def _rms_norm(
 
 
 def _gemma_rms_norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    if self.weight.dtype != x.dtype:
+    weight = self.weight
+    if weight.dtype != x.dtype:
         return self.forward_native(x, residual)
-    return _norm(self, x, residual, self.weight.data, 1.0)
+    return _norm(self, x, residual, weight, 1.0)
 
 
 def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
