@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ipex_core.util import return_free_memory
+
 __all__ = ["apply_method", "halves", "interleaved", "register_experts"]
 
 Tensor = torch.Tensor
@@ -91,6 +93,7 @@ def _pack(self: Any, layer: Any) -> None:
         weight = getattr(layer, name)
         empty = weight.new_empty(*weight.shape[:2], 0)
         setattr(layer, name, torch.nn.Parameter(empty, requires_grad=False))
+    return_free_memory()  # of the layers before
 
 
 def apply_method(parts: Callable[[Any, Tensor, Tensor], tuple[Any, ...]]) -> Callable[..., None]:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import linear as plain_linear
 
 from ipex_core.library.spec import FLOATS
+from ipex_core.util import return_free_memory
 
 __all__ = ["register_quantized", "replace_unquantized"]
 
@@ -85,6 +86,7 @@ def _pack(layer: Any) -> Callable[..., Tensor]:
         weight.ipex_packed = packed
     layer.ipex_rows = packed, shape[0], shape[1], dtype
     layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+    return_free_memory()  # of the layers before
     features = shape[0]
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,6 +18,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.scalar_type import scalar_types
 
 from ipex_core.library.spec import FLOATS
+from ipex_core.util import return_free_memory
 
 __all__ = [
     "TABLES",
@@ -57,6 +58,7 @@ def _release(layer: Any, names: Iterable[str | None]) -> None:
     for name in names:
         if name is not None and getattr(layer, name, None) is not None:
             setattr(layer, name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
+    return_free_memory()  # of the layers before
 
 
 class IpexWeightOnlyKernel(MPLinearKernel):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ipex_core.nn.moe import pack_woq_experts
+from ipex_core.util import return_free_memory
 from ipex_llm.integrations.vllm import experts
 
 __all__ = ["convert_fp8", "register_quantized_experts", "unpack_words"]
@@ -288,6 +289,7 @@ def _keep(layer: Any, packed: Any, freed: tuple[str, ...]) -> None:
     for name in freed:
         if hasattr(layer, name):
             getattr(layer, name).data = empty
+    return_free_memory()  # of the layers before
 
 
 def _pack_mxfp4(self: Any, layer: Any) -> None:

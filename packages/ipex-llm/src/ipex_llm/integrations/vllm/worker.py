@@ -12,6 +12,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ipex_core import distributed
+from ipex_core.util import return_free_memory
 from ipex_llm.kv_cache import available_memory, format_bytes
 
 __all__ = ["IpexCommunicator", "IpexWorker", "cache_bytes"]
@@ -77,6 +78,7 @@ class IpexWorker(CPUWorker):
         would fail.
         """
         result = super().load_model(*args, **kwargs)
+        return_free_memory()
         runner = self.model_runner
         later = self.parallel_config.pipeline_parallel_size > 1 and not _first_stage()
         if later and getattr(runner, "intermediate_tensors", True) is None:
