@@ -99,9 +99,8 @@ struct DirectScratch {
 
 }  // namespace ipex
 
-// Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give, those of
-// the groups one after the other, in lines
-// images * out_height * padded_width() rows.
+// Computes the rows [row_begin, row_end) of what the panels [panel_begin, panel_end) give, in lines
+// images * out_height * padded_width() rows. The panels of all groups are counted, group by group.
 // `rows` has room for the copies: the rows, convolution_stride(k) elements each, or
 // convolution_lines_bytes(), unless in_place(); a DirectScratch if direct. `tiles` is the
 // scratch of gemm_tiles.h, given where there are tiles and many rows.

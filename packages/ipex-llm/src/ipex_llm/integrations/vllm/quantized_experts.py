@@ -84,7 +84,8 @@ def register_quantized_experts() -> tuple[str, ...]:
 def _replace_conversion_of_fp8() -> None:
     """Replace vLLM's conversion of FP8 experts in its module, and in those that have imported it by now."""
     oracle: Any = importlib.import_module(_FP8_ORACLE)
-    stock = oracle.convert_to_fp8_moe_kernel_format
+    function = "convert_to_fp8_moe_kernel_format"
+    stock = getattr(oracle, function)
     if getattr(stock, "_ipex", False):
         return
     cpu = oracle.Fp8MoeBackend.CPU
@@ -108,8 +109,8 @@ def _replace_conversion_of_fp8() -> None:
     convert._ipex = True  # type: ignore[attr-defined]
     for name in (_FP8_ORACLE, *_FP8_USERS):
         module = sys.modules.get(name)
-        if getattr(module, stock.__name__, None) is stock:
-            setattr(module, stock.__name__, convert)
+        if getattr(module, function, None) is stock:
+            setattr(module, function, convert)
 
 
 def _supports_fp8(weight_key: Any, activation_key: Any) -> bool:
