@@ -55,10 +55,10 @@ void attention_split(const T* q, const C* k, const C* v, float* parts, float* st
                      long size, long value_size, long most_rows, long splits, long q_batch,
                      long q_head, long q_row, long k_batch, long k_head, long k_row, long v_batch,
                      long v_head, long v_row, long m_batch, long m_head, long m_row, long m_key,
-                     long table_row, long block_size, long behind, long ahead, float scale,
-                     float softcap, int bottom_right, const float* k_rows, const float* v_rows,
-                     long kr_batch, long kr_head, long kr_row, long vr_batch, long vr_head,
-                     long vr_row) {
+                     long slope_batch, long table_row, long block_size, long behind, long ahead,
+                     float scale, float softcap, int bottom_right, const float* k_rows,
+                     const float* v_rows, long kr_batch, long kr_head, long kr_row, long vr_batch,
+                     long vr_head, long vr_row) {
   const auto position = here::this_work_item::get_nd_item<3>();
   const auto team = position.get_group();
   const int item = static_cast<int>(position.get_local_id(2));
@@ -117,7 +117,6 @@ void attention_split(const T* q, const C* k, const C* v, float* parts, float* st
   const long row = first + own < rows ? first + own : rows - 1;
   const long head = kv_head * group + row / queries;
   const long place = row % queries + offset;
-  const float slope = slopes != nullptr ? slopes[head] : 0.f;
   const float* bias =
       mask != nullptr ? mask + sequence * m_batch + head * m_head + row % queries * m_row : nullptr;
   const float low = -__builtin_inff();
@@ -177,7 +176,10 @@ void attention_split(const T* q, const C* k, const C* v, float* parts, float* st
       }
       const long distance = j - place;
       if (softcap > 0.f) s = softcap * sycl::tanh(s / softcap);
-      if (slopes != nullptr) s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
+      if (slopes != nullptr) {
+        const float slope = slopes[sequence * slope_batch + head];
+        s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
+      }
       if (bias != nullptr && j < to) s += bias[j * m_key];
       const bool hidden =
           j >= to || (ahead >= 0 && distance > ahead) || (behind >= 0 && -distance > behind);
@@ -305,12 +307,12 @@ void attention_join(const float* parts, const float* stats, T* out, const float*
   store(target, d, sum * factor * value_scale);
 }
 
-#define ATTENTION_SPLIT(T, C)                                                                     \
-  template void attention_split<T, C>(                                                            \
-      const T*, const C*, const C*, float*, float*, const float*, const float*, const int*,       \
-      const int*, const int*, long, long, long, long, long, long, long, long, long, long, long,   \
-      long, long, long, long, long, long, long, long, long, long, long, long, long, float, float, \
-      int, const float*, const float*, long, long, long, long, long, long);
+#define ATTENTION_SPLIT(T, C)                                                                    \
+  template void attention_split<T, C>(                                                           \
+      const T*, const C*, const C*, float*, float*, const float*, const float*, const int*,      \
+      const int*, const int*, long, long, long, long, long, long, long, long, long, long, long,  \
+      long, long, long, long, long, long, long, long, long, long, long, long, long, long, float, \
+      float, int, const float*, const float*, long, long, long, long, long, long);
 #define OF_DTYPE(T)                                                                               \
   ATTENTION_SPLIT(T, T)                                                                           \
   ATTENTION_SPLIT(T, signed char)                                                                 \

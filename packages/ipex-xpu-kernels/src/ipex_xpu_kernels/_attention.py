@@ -41,6 +41,11 @@ def _additive(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return mask.float().expand(shape)
 
 
+def _per_sequence(slopes: Tensor | None) -> int:
+    """Return the step from the slopes of a sequence to the slopes of the next one, which may be the same."""
+    return 0 if slopes is None or slopes.dim() < 2 else slopes.stride(0)
+
+
 def _int32(values: list[int], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=like.device)
 
@@ -95,7 +100,7 @@ def _run(
         *(*tensors, *places, group, query.shape[2], rows, size, value.shape[3]),
         *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3]),
         *((0, 0, 0, 0) if mask is None else mask.stride()),
-        *(0, 0 if table is None else table.stride(0), rows, behind, ahead),
+        *(_per_sequence(tensors[5]), 0 if table is None else table.stride(0), rows, behind, ahead),
         *(float(scale * k_scale), float(softcap), bottom_right, float(v_scale)),
         *(key_scales, value_scales),
         *((0, 0, 0) if key_scales is None else key_scales.stride()),
@@ -163,7 +168,7 @@ def _run_split(
         *(group, query.shape[2], keys, size, value_size, most, splits),
         *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
         *((0, 0, 0, 0) if mask is None else mask.stride()),
-        *(0 if table is None else table.stride(0), keys, behind, ahead),
+        *(_per_sequence(slopes), 0 if table is None else table.stride(0), keys, behind, ahead),
         *(float(scale * k_scale), float(softcap), bottom_right),
         *(key_scales, value_scales),
         *((0, 0, 0) if key_scales is None else key_scales.stride()),
