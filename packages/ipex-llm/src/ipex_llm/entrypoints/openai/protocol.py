@@ -542,7 +542,9 @@ def field_of(error: BaseException, names: Mapping[str, str] = {}) -> str | None:
         error: Its message has the form ``place: name must ...``.
         names: Names of the request for names of the engine.
     """
-    match = re.match(r"(?:[\w.]+: )?([a-z_][\w.]*)(?: in the chat template)? must ", str(error))
+    match = re.match(
+        r"(?:[\w.]+: )?([a-z_][\w.]*)(?: in the chat template| and output)? must ", str(error)
+    )
     name = match[1] if match else None
     return None if name is None else {**_FIELDS, **(names or {})}.get(name, name)
 
