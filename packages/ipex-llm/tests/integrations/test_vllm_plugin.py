@@ -692,3 +692,15 @@ def test_attention_is_an_op_where_layers_are_compiled(modules):
         assert platform.opaque_attention_op() is opaque
     modules["vllm.config"].get_current_vllm_config_or_none = lambda: None
     assert platform.opaque_attention_op() is True
+
+
+def test_an_attention_backend_for_gpus_is_told(modules, caplog):
+    platform = stand_in.use_our_platform(modules)
+    asked = stand_in.Config(
+        use_sparse=False, use_mla=False, head_size=64, dtype=torch.float32, kv_cache_dtype="auto"
+    )
+    for backend in (None, types.SimpleNamespace(name="CPU_ATTN")):
+        assert platform.get_attn_backend_cls(backend, asked).endswith("IpexAttentionBackend")
+    assert not caplog.records
+    platform.get_attn_backend_cls(types.SimpleNamespace(name="FLASH_ATTN"), asked)
+    assert "attention backend FLASH_ATTN is for GPUs: CPU_ATTN is used" in caplog.text

@@ -67,6 +67,9 @@ class IpexPlatform(CpuPlatform):
             NotImplementedError: Sparse attention.
         """
         config = attn_selector_config
+        asked = getattr(selected_backend, "name", "CPU_ATTN")
+        if not asked.startswith("CPU_"):
+            _log.warning("vLLM plug-in: attention backend %s is for GPUs: CPU_ATTN is used", asked)
         if config.use_sparse:
             raise NotImplementedError(
                 "vLLM plug-in: attention must be over all keys, got a model with sparse attention, which this plug-in"
