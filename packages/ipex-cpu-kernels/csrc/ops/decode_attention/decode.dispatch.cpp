@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "rows.h"
+#include "rows_int8.h"
 #include "scores.h"
 
 namespace ipex {

@@ -15,13 +15,13 @@
 namespace ipex {
 namespace {
 
-// Query rows of one register tile.
+// Query rows of one register tile of products in float.
 inline constexpr int kTileQueries = kLanes == 16 ? 4 : 2;
 // Keys are scored in multiples of this many; pointers are padded up to it.
 inline constexpr int kKeyStep = 4;
 
-// Calls f.operator()<n>() for n query rows, 1 .. kTileQueries.
-template <int kRows = kTileQueries, class F>
+// Calls f.operator()<n>() for n query rows, 1 .. kRows.
+template <int kRows, class F>
 IPEX_INLINE void with_queries(int64_t rows, const F& f) {
   if constexpr (kRows == 1) {
     f.template operator()<1>();
@@ -73,6 +73,7 @@ IPEX_INLINE void fetch_rows(const E* const* rows, int64_t d) {
 // to the products, so that all query types share one instance for a cache type.
 template <class E>
 struct FloatProducts {
+  static constexpr int kQueries = kTileQueries;
   using Query = float;
   using Weight = float;
 
@@ -170,6 +171,7 @@ IPEX_INLINE __m512bh as_pairs(__m512i a) { return reinterpret_cast<__m512bh>(a);
 
 // Products of pairs of bfloat16: along the row for scores, of two neighboring rows for values.
 struct PairProducts {
+  static constexpr int kQueries = kTileQueries;
   using Query = BFloat16;
   using Weight = BFloat16;
 
@@ -271,10 +273,10 @@ struct ProductsFor<BFloat16, BFloat16> {
 };
 #endif
 
-// Calls f.operator()<n, fetch>() for n query rows, 1 .. kTileQueries.
-template <class F>
+// Calls f.operator()<n, fetch>() for n query rows, 1 .. kMost.
+template <int kMost, class F>
 IPEX_INLINE void with_tile(int64_t rows, bool fetch, const F& f) {
-  with_queries(rows, [&]<int kRows>() IPEX_LAMBDA {
+  with_queries<kMost>(rows, [&]<int kRows>() IPEX_LAMBDA {
     if (fetch)
       f.template operator()<kRows, true>();
     else
@@ -289,8 +291,8 @@ template <class P, class E>
 IPEX_NOINLINE void score_rows(const typename P::Query* const* q, int64_t rows, const E* const* k,
                               int64_t keys, int64_t padded, const E* const* next,
                               float* const* scores) {
-  for (int64_t r = 0; r < rows; r += kTileQueries)
-    with_tile(rows - r, r == 0 && next, [&]<int kRows, bool kFetch>() IPEX_LAMBDA {
+  for (int64_t r = 0; r < rows; r += P::kQueries)
+    with_tile<P::kQueries>(rows - r, r == 0 && next, [&]<int kRows, bool kFetch>() IPEX_LAMBDA {
       for (int64_t j = 0; j < keys; j += kKeyStep) {
         float* to[kRows];
         for (int i = 0; i < kRows; ++i) to[i] = scores[r + i] + j;
@@ -307,8 +309,8 @@ IPEX_NOINLINE void add_rows(float* const* acc, int64_t rows, const typename P::W
   constexpr int64_t kKeys = 32;
   for (int64_t j = 0; j < keys; j += kKeys) {
     const int64_t end = keys - j < kKeys ? keys : j + kKeys;
-    for (int64_t r = 0; r < rows; r += kTileQueries)
-      with_tile(rows - r, r == 0 && next, [&]<int kRows, bool kFetch>() IPEX_LAMBDA {
+    for (int64_t r = 0; r < rows; r += P::kQueries)
+      with_tile<P::kQueries>(rows - r, r == 0 && next, [&]<int kRows, bool kFetch>() IPEX_LAMBDA {
         constexpr int kPairs = kRows == 1 && kLanes == 16 ? 4 : 2;
         int64_t d = 0;
         for (; d + kPairs * kStep <= padded; d += kPairs * kStep)
