@@ -270,7 +270,7 @@ class WoqExperts {
         const UpTasks::Task task = tasks.at(t);
         const WoqProduct& up = ups_[task.job];
         if (up.few) {
-          few(&up.args, up.rows, panels * task.pair_begin, panels * task.pair_end);
+          few(&up.args, 0, up.rows, panels * task.pair_begin, panels * task.pair_end);
           finish(task, 0, up.rows);
           continue;
         }
@@ -320,7 +320,7 @@ class WoqExperts {
               const WoqLinearArgs a = downs_[j].part(row, column / kPackedPanel, columns, c);
               const int64_t panels = ceil_div(columns, kPackedPanel);
               if (downs_[j].few)
-                few(&a, n, 0, panels);
+                few(&a, 0, n, 0, panels);
               else
                 many(&a, scratch, 0, n, 0, panels);
               add(c, n, columns, job.tokens ? job.tokens + row : nullptr, token,

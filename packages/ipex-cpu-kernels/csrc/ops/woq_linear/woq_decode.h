@@ -163,6 +163,10 @@ typedef int8_t i8v __attribute__((vector_size(kLanes)));
 
 // kLanes signed bytes.
 IPEX_INLINE i32v load_bytes(const void* p) {
+#if IPEX_HAVE_AVX2 && !IPEX_HAVE_AVX512  // GCC 12 widens them one by one
+  return reinterpret_cast<i32v>(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+#endif
   i8v bytes;
   __builtin_memcpy(&bytes, p, sizeof(bytes));
   return __builtin_convertvector(bytes, i32v);
@@ -178,6 +182,13 @@ IPEX_INLINE f32v e8m0(i32v bytes) {
 
 // The same from bytes in memory; 0 and 255 are rare.
 IPEX_INLINE f32v load_e8m0(const char* p) {
+#if IPEX_HAVE_AVX2 && !IPEX_HAVE_AVX512
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i next = _mm_add_epi8(bytes, _mm_set1_epi8(1));
+  const __m128i rare = _mm_cmpeq_epi8(_mm_min_epu8(next, _mm_set1_epi8(1)), next);
+  if (__builtin_expect((_mm_movemask_epi8(rare) & 0xff) == 0, 1))
+    return as_float(reinterpret_cast<i32v>(_mm256_cvtepu8_epi32(bytes)) << 23);
+#endif
 #if IPEX_HAVE_AVX512
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   const __m128i one = _mm_set1_epi8(1);
@@ -254,6 +265,31 @@ IPEX_INLINE void fetch_next_strips(const WoqLayout& at, const char* const* strip
     for (int64_t line = begin; line < end; ++line) __builtin_prefetch(next + line * 64, 0, 2);
   }
 }
+
+// Bytes from a block to one that is asked for ahead of its use, in the same strip.
+inline constexpr int64_t kWeightsAhead = 2048;
+
+// The same without a division for each step, which short steps would wait for: as many lines at
+// each of the first steps.
+class NextStrips {
+ public:
+  NextStrips(const WoqLayout& at, int64_t steps)
+      : lines_(at.weights / 64 + 16),
+        per_((lines_ + steps - 1) / steps),
+        bytes_(4 * at.strip_bytes) {}
+
+  template <int kStrips>
+  IPEX_INLINE void fetch(const char* const* strips, int64_t step) const {
+    const int64_t begin = step * per_;
+    const int64_t end = begin + per_ < lines_ ? begin + per_ : lines_;
+    for (int64_t line = begin; line < end; ++line)
+#pragma GCC unroll 4
+      for (int s = 0; s < kStrips; ++s) __builtin_prefetch(strips[s] + bytes_ + line * 64, 0, 2);
+  }
+
+ private:
+  const int64_t lines_, per_, bytes_;
+};
 
 // Bytes from `count` strips to those that come after them; 0 if both are too much for L2.
 inline int64_t fetch_distance(const WoqLayout& at, int64_t count) {

@@ -5,8 +5,10 @@
 #include "ipex/kernel/gemm.h"
 #include "woq_linear/woq_few_bf16.h"
 #include "woq_linear/woq_few_float.h"
+#include "woq_linear/woq_few_half.h"
 #include "woq_linear/woq_few_int16.h"
 #include "woq_linear/woq_few_planes.h"
+#include "woq_linear/woq_few_shared.h"
 #include "woq_linear/woq_few_tiles.h"
 #include "woq_linear/woq_panel.h"
 #include "woq_linear/woq_prepare.h"
@@ -23,13 +25,23 @@ WoqOperand operand_kind(const PackedHeader& header, WoqCompute compute) {
   if (bytes || ((IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI) && header.format == kFormatFp4))
     return WoqOperand::kPlanes;
   if (IPEX_HAVE_AVX512_BF16 && compute == WoqCompute::kBFloat16) return WoqOperand::kBFloat16;
-  return is_int(header.format) ? WoqOperand::kInt16 : WoqOperand::kFloat;
+  const bool looked_up = IPEX_HAVE_AVX2 && !IPEX_HAVE_AVX512 && woq_is_nibble(header.format);
+  return looked_up || is_int(header.format) ? WoqOperand::kInt16 : WoqOperand::kFloat;
+}
+
+// Whether the codes of a piece are decoded for all rows before they are multiplied. Decoding int8
+// is as short as reading it back.
+bool decodes_first(const WoqLinearArgs& args, int64_t rows) {
+  if (!kHaveShared) return false;
+  if (args.kind == WoqOperand::kInt16) return rows > (args.header.format == kFormatInt8 ? 4 : 2);
+  return args.kind == WoqOperand::kFloat && rows > 2;
 }
 
 // Rows that share the codes of one pass.
 int64_t rows_at_once(const WoqLinearArgs& args, int64_t rows) {
   if (IPEX_HAVE_AMX && woq_takes_tiles(args, rows))
     return args.kind == WoqOperand::kPlanes ? 16 : 32;
+  if (decodes_first(args, rows)) return kSharedRows;
   return args.kind == WoqOperand::kBFloat16 ? 8 : 4;
 }
 
@@ -42,9 +54,13 @@ IPEX_INLINE void by_strips(const StripList& strips, float* c, const F& f) {
 void product_float(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
                    float* c) {
   with_format(args.header.format, [&]<uint32_t kFormat>() {
-    with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
+    constexpr bool kHalves = IPEX_HAVE_AVX2 && !IPEX_HAVE_AVX512 && kFormat >= kFormatFp8E4M3;
+    with_rows<kHalves ? 2 : 4>(rows, [&]<int kRows>() IPEX_LAMBDA {
       constexpr int kStrips = kFewStrips<kRows>;
       by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
+#if IPEX_HAVE_AVX2 && !IPEX_HAVE_AVX512
+        if constexpr (kHalves) return few_half<kFormat, kRows, kStrips>(args, at, row, to);
+#endif
         few_float<kFormat, kRows, kStrips>(args, at, row, to);
       });
     });
@@ -53,13 +69,12 @@ void product_float(const WoqLinearArgs& args, const StripList& strips, int64_t r
 
 void product_int16(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
                    float* c) {
-  with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
-    constexpr int kStrips = kFewStrips<kRows>;
-    by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
-      if (args.header.format == kFormatInt4)
-        few_int16<true, kRows, kStrips>(args, at, row, to);
-      else
-        few_int16<false, kRows, kStrips>(args, at, row, to);
+  with_pair_codes(args.header.format, [&]<uint32_t kFormat>() {
+    with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
+      constexpr int kStrips = kFewStrips<kRows>;
+      by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
+        few_int16<kFormat, kRows, kStrips>(args, at, row, to);
+      });
     });
   });
 }
@@ -129,8 +144,20 @@ void product_tiles(const WoqLinearArgs& args, const StripList& strips, int64_t r
 }
 #endif
 
+void product_shared(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
+                    float* c) {
+  if (args.kind == WoqOperand::kInt16) {
+    with_pair_codes(args.header.format,
+                    [&]<uint32_t kFormat>() { shared_int16<kFormat>(args, strips, row, rows, c); });
+  } else {
+    with_format(args.header.format,
+                [&]<uint32_t kFormat>() { shared_float<kFormat>(args, strips, row, rows, c); });
+  }
+}
+
 void product(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
-             float* c) {
+             bool shared, float* c) {
+  if (kHaveShared && shared) return product_shared(args, strips, row, rows, c);
 #if IPEX_HAVE_AVX512_BF16
   if (args.kind == WoqOperand::kBFloat16) return product_bf16(args, strips, row, rows, c);
 #endif
@@ -142,10 +169,13 @@ void product(const WoqLinearArgs& args, const StripList& strips, int64_t row, in
 }
 
 template <class T>
-void few_rows(const WoqLinearArgs& args, int64_t rows, int64_t panel_begin, int64_t panel_end) {
-  alignas(64) float c[(IPEX_HAVE_AMX ? 32 : 8) * kFewColumns];
+void few_rows(const WoqLinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+              int64_t panel_end) {
+  const int64_t rows = row_end - row_begin;
+  alignas(64) float c[(IPEX_HAVE_AMX ? 32 : kHaveShared ? kSharedRows : 8) * kFewColumns];
   const int64_t columns = args.epilogue.gated ? kPanel / 2 : kPanel;  // of y, for a panel
   const int64_t step = rows_at_once(args, rows);
+  const bool shared = decodes_first(args, rows);
   [[maybe_unused]] const bool tiles = IPEX_HAVE_AMX && woq_takes_tiles(args, rows);
   [[maybe_unused]] TileScope scope;
   for (int64_t p = panel_begin; p < panel_end; p += 2) {
@@ -158,14 +188,14 @@ void few_rows(const WoqLinearArgs& args, int64_t rows, int64_t panel_begin, int6
     const char* first = args.packed + args.at.first_strip + 2 * p * args.at.strip_bytes;
     StripList strips;
     for (int s = 0; s < 4; ++s) strips.at[s] = first + (two ? s : s % 2) * args.at.strip_bytes;
-    for (int64_t r = 0; r < rows; r += step) {
-      const int64_t n = rows - r < step ? rows - r : step;
+    for (int64_t r = row_begin; r < row_end; r += step) {
+      const int64_t n = row_end - r < step ? row_end - r : step;
 #if IPEX_HAVE_AMX
       if (tiles)
         product_tiles(args, strips, r, n, p + 2 >= panel_end, c, scope);
       else
 #endif
-        product(args, strips, r, n, c);
+        product(args, strips, r, n, shared, c);
       finisher.rows(c, kFewColumns, n, r, static_cast<T*>(args.y) + r * args.n + column, args.n);
     }
   }
@@ -192,14 +222,22 @@ int32_t ipex_k_woq_operand(const ipex::PackedHeader* header, int32_t compute) {
   return static_cast<int32_t>(ipex::operand_kind(*header, static_cast<ipex::WoqCompute>(compute)));
 }
 
+int64_t ipex_k_woq_few_limit(int32_t operand) {
+  const auto kind = static_cast<ipex::WoqOperand>(operand);
+  if (kind == ipex::WoqOperand::kFloat) return 16;
+  // Twice the products of float panels.
+  if (ipex::kHaveShared && kind == ipex::WoqOperand::kInt16) return INT64_MAX;
+  return ipex::kWoqFewRows - 1;
+}
+
 #define IPEX_DEFINE_WOQ(suffix, T)                                                                 \
   int32_t ipex_k_woq_prepare_##suffix(const ipex::WoqLinearArgs* args, bool panels,                \
                                       int64_t row_begin, int64_t row_end) {                        \
     return ipex::prepare<T>(*args, panels, row_begin, row_end);                                    \
   }                                                                                                \
-  void ipex_k_woq_few_##suffix(const ipex::WoqLinearArgs* args, int64_t rows, int64_t panel_begin, \
-                               int64_t panel_end) {                                                \
-    ipex::few_rows<T>(*args, rows, panel_begin, panel_end);                                        \
+  void ipex_k_woq_few_##suffix(const ipex::WoqLinearArgs* args, int64_t row_begin,                 \
+                               int64_t row_end, int64_t panel_begin, int64_t panel_end) {          \
+    ipex::few_rows<T>(*args, row_begin, row_end, panel_begin, panel_end);                          \
   }                                                                                                \
   void ipex_k_woq_many_##suffix(const ipex::WoqLinearArgs* args, char* scratch, int64_t row_begin, \
                                 int64_t row_end, int64_t panel_begin, int64_t panel_end) {         \

@@ -51,6 +51,21 @@ struct WoqLinearArgs {
 // products of 8-bit codes fit int32.
 inline constexpr int64_t kWoqChunk = 256;
 
+// What the largest number of nf4 is as an integer, for kInt16.
+inline constexpr int64_t kWoqNf4Most = 2047;
+
+// What the largest activation of a chunk becomes in kInt16: sums of products fit int32.
+inline int64_t woq_int16_most(uint32_t format, int64_t chunk) {
+  const int64_t most = format == kFormatNf4 ? INT32_MAX / (kWoqNf4Most * chunk) : INT16_MAX;
+  return most < INT16_MAX ? most : INT16_MAX;
+}
+
+// What the integers of a format are multiples of, beside the scales.
+inline float woq_int16_unit(uint32_t format) {
+  if (format == kFormatNf4) return 1.0f / static_cast<float>(kWoqNf4Most);
+  return format == kFormatFp4 ? 0.5f : 1.0f;
+}
+
 // Rows up to which weights are decoded as they are read; more rows share decoded panels.
 inline constexpr int64_t kWoqFewRows = 32;
 
@@ -84,12 +99,16 @@ inline int64_t woq_few_layout(WoqLinearArgs& args, int64_t rows, bool tiles) {
     return woq_round_up(args.at.k_padded, kWoqPlaneStep) / kWoqPlaneStep * args.operand_step;
   }
   const int64_t element = args.kind == WoqOperand::kFloat ? 4 : 2;
+  // An odd number of lines: rows whose distance is a multiple of 4 KiB fight for few places in L1.
+  if (args.kind != WoqOperand::kBFloat16)
+    args.operand_stride = (woq_round_up(args.at.k_padded * element, 64) / 64 | 1) * 64 / element;
   if (args.kind == WoqOperand::kBFloat16 && tiles && woq_takes_tiles(args, rows)) {
     // In the order of tiles: rows whose distance is a multiple of 4 KiB fight for few places in L1.
     args.operand_stride = 32;
     args.operand_step = rows * 32;
   }
-  return woq_round_up(rows * args.at.k_padded * element, 64);
+  const int64_t row = args.kind == WoqOperand::kBFloat16 ? args.at.k_padded : args.operand_stride;
+  return woq_round_up(rows * row * element, 64);
 }
 
 // Elements of K that are decoded at a time for many rows: two panels of them stay in L2.
@@ -105,19 +124,24 @@ inline int64_t woq_panel_scratch(int64_t rows) {
 // What `few` and `prepare` use at this level for a weight and a compute type: a WoqOperand.
 IPEX_KERNEL_API int32_t ipex_k_woq_operand(const ipex::PackedHeader* header, int32_t compute);
 
+// Rows up to which `few` is faster than `many` with this operand, for products without AMX tiles.
+IPEX_KERNEL_API int64_t ipex_k_woq_few_limit(int32_t operand);
+
 // prepare: converts rows of x for `few` (or for `many` if `panels`) to args->operand and friends;
 // returns 1 if a number is not finite, which only `many` handles exactly.
-// few: the rows of the columns in the panels, at most kWoqFewRows.
+// few: the rows of the columns in the panels; all prepared ones but where the operand is kInt16 and
+// woq_few_limit says that there may be more than kWoqFewRows.
 // many: any number of rows; scratch as woq_panel_scratch says.
 // dequantize: writes the float weights of a panel in the dense layout, K rounded up to 8.
-#define IPEX_DECLARE_WOQ(suffix)                                                                \
-  IPEX_KERNEL_API int32_t ipex_k_woq_prepare_##suffix(                                          \
-      const ipex::WoqLinearArgs* args, bool panels, int64_t row_begin, int64_t row_end);        \
-  IPEX_KERNEL_API void ipex_k_woq_few_##suffix(const ipex::WoqLinearArgs* args, int64_t rows,   \
-                                               int64_t panel_begin, int64_t panel_end);         \
-  IPEX_KERNEL_API void ipex_k_woq_many_##suffix(const ipex::WoqLinearArgs* args, char* scratch, \
-                                                int64_t row_begin, int64_t row_end,             \
-                                                int64_t panel_begin, int64_t panel_end);        \
+#define IPEX_DECLARE_WOQ(suffix)                                                                   \
+  IPEX_KERNEL_API int32_t ipex_k_woq_prepare_##suffix(                                             \
+      const ipex::WoqLinearArgs* args, bool panels, int64_t row_begin, int64_t row_end);           \
+  IPEX_KERNEL_API void ipex_k_woq_few_##suffix(const ipex::WoqLinearArgs* args, int64_t row_begin, \
+                                               int64_t row_end, int64_t panel_begin,               \
+                                               int64_t panel_end);                                 \
+  IPEX_KERNEL_API void ipex_k_woq_many_##suffix(const ipex::WoqLinearArgs* args, char* scratch,    \
+                                                int64_t row_begin, int64_t row_end,                \
+                                                int64_t panel_begin, int64_t panel_end);           \
   IPEX_KERNEL_API void ipex_k_woq_dequantize_##suffix(const char* packed, int64_t panel, void* to)
 IPEX_DECLARE_WOQ(f32);
 IPEX_DECLARE_WOQ(bf16);

@@ -17,6 +17,7 @@ namespace {
 constexpr const char* kOp = "woq_linear";
 
 const Kernel<decltype(ipex_k_woq_operand)> operand_kernel(kOp, "ipex_k_woq_operand");
+const Kernel<decltype(ipex_k_woq_few_limit)> limit_kernel(kOp, "ipex_k_woq_few_limit");
 const auto prepare_kernels = IPEX_KERNELS(kOp, woq_prepare);
 const auto few_kernels = IPEX_KERNELS(kOp, woq_few);
 const auto many_kernels = IPEX_KERNELS(kOp, woq_many);
@@ -64,11 +65,15 @@ ScalarType dtype_of(WoqCompute compute) {
 
 // Rows up to which decoding each code for a few rows at a time is faster than decoded panels.
 int64_t few_limit(const WoqLinearArgs& args, int64_t rows) {
-  if (args.kind == WoqOperand::kFloat) return 16;
-  if (args.kind != WoqOperand::kInt16 && uses_tiles(ScalarType::BFloat16))
+  const bool other = args.kind == WoqOperand::kFloat || args.kind == WoqOperand::kInt16;
+  if (!other && uses_tiles(ScalarType::BFloat16))
     return woq_takes_tiles(args, rows) ? kWoqFewRows : 4;
-  return kWoqFewRows - 1;
+  return limit_kernel.get()(static_cast<int32_t>(args.kind));
 }
+
+// Rows that meet the weights of a task, where there are more than kWoqFewRows: their activations
+// stay in L2.
+constexpr int64_t kFewBlock = 96;
 
 // Rows of x for few_kernels; false if a number is not finite.
 template <class Prepare>
@@ -118,9 +123,10 @@ void run(WoqLinearArgs& args, const GemmShape& shape, ScalarType dtype) {
   const bool decodable = !(args.header.flags & kFlagSpecial);
   if (decodable && shape.rows <= few_limit(args, shape.rows) &&
       prepare_few(args, shape.rows, prepare)) {
-    run_gemm(shape, kWoqFewRows, 1 << 20,
-             [&](int64_t, int64_t, int64_t panel_begin, int64_t panel_end) {
-               few(&args, shape.rows, panel_begin, panel_end);
+    // Only the operand of rows that one task has may lie in another order than rows.
+    run_gemm(shape, shape.rows > kWoqFewRows ? kFewBlock : kWoqFewRows, 1 << 20,
+             [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
+               few(&args, row_begin, row_end, panel_begin, panel_end);
              });
     return;
   }

@@ -180,8 +180,10 @@ bool prepare(const WoqLinearArgs& args, bool panels, int64_t row_begin, int64_t 
                               as_bf16 + (k + i) / 32 * args.operand_step + (k + i) % 32);
         } else if (args.kind == WoqOperand::kInt16) {
           const int64_t place = r * args.chunks + chunk;
-          write_fixed_point(piece, count, 32767.0f, as_int16 + k, args.chunk_scales + place,
+          const auto most = static_cast<float>(woq_int16_most(args.header.format, args.chunk));
+          write_fixed_point(piece, count, most, as_int16 + k, args.chunk_scales + place,
                             args.chunk_sums + place);
+          args.chunk_scales[place] *= woq_int16_unit(args.header.format);
         } else if (args.kind == WoqOperand::kPlanes) {
           const int64_t place = r * args.chunks + chunk;
           // The upper byte of more would not be a signed one.
