@@ -256,6 +256,35 @@ def test_written_rows_are_found_again():
         torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1, 40, 64, 128, 200, 576])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 7])
+def test_int8_caches_meet_16_bit_queries(heads, size, dtype, level):
+    """Groups of every size of a tile, parts of blocks of keys, scales of rows that differ a lot."""
+    generator = torch.Generator().manual_seed(heads * 1000 + size)
+    kv_heads, keys = 2, 131
+    query = torch.randn(1, heads * kv_heads, 1, size, generator=generator).to(dtype)
+    shape = (1, kv_heads, keys, size)
+    key, value = (
+        torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator) for _ in range(2)
+    )
+    scales = [torch.rand(shape[:3], generator=generator) ** 4 / 40 for _ in range(2)]
+    rest = (None, None, 0.0, None, -1, -1.0, None, 1.0, 1.0, *scales)
+    got = ops.decode_attention(query, key, value, *rest)
+    want = specs()["decode_attention"].reference(query.double(), key, value, *rest)
+    torch.testing.assert_close(got.double(), want.double(), rtol=2e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_queries_of_int8_caches_reach_their_head_only(value, level):
+    query = torch.ones(1, 4, 1, 64).bfloat16()
+    query[0, 1, 0, 3] = value
+    cache = torch.randint(-9, 9, (1, 1, 70, 64), dtype=torch.int8)
+    out = ops.decode_attention(query, cache, cache)
+    assert out[0, 1].isnan().all()
+    assert out[0, [0, 2, 3]].isfinite().all()
+
+
 def test_all_e4m3_codes():
     """Every code comes back as its number, and numbers between two codes go to the nearest, ties to even."""
     codes = torch.arange(256, dtype=torch.uint8)

@@ -129,6 +129,44 @@ def test_few_rows_of_whole_tiles(case, dtype, level):
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_rows_that_share_codes(case, dtype, level, threads):
+    """Pieces of K with a tail, every number of rows of a tile, blocks of rows, a view and bytes at odd addresses."""
+    format, group, symmetric, scale_dtype, options = case
+    n, k = 71, 1100
+    packed = woq_weight(n, k, format, group, symmetric, scale_dtype, **options)
+    room = torch.zeros(packed.numel() + 5, dtype=torch.uint8)
+    moved = room[5:]
+    moved.copy_(packed)
+    weight = _woq.dequantize(packed, _woq.read_layout(packed), torch.float64)
+    rtol, atol = specs()["woq_linear"].tolerance[dtype]
+    x = torch.randn(200, k + 3, generator=torch.Generator().manual_seed(1)).to(dtype)[:, 3:]
+    want = (x.double() @ weight.t()).to(dtype)
+    for m in (*range(1, 14), 31, 32, 33, 37, 95, 97, 200):
+        for one in (packed, moved):
+            got = ops.woq_linear(x[:m], one, n)
+            torch.testing.assert_close(got, want[:m], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+@pytest.mark.parametrize("group", [-1, 32, 64, 256])
+@pytest.mark.parametrize("format", ["nf4", "fp4", "int4", "int8"])
+def test_one_large_activation(format, group, m, level):
+    """Activations of a chunk share a scale: what they lose is small beside what the largest one adds."""
+    n, k = 40, 1024
+    parts = woq_parts(n, k, format, group)
+    packed = ops.pack_woq_weight(*parts)
+    weight = _woq.dequantize(packed, _woq.read_layout(packed), torch.float64)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(5))
+    x[:, ::300] *= 1000
+    x = x.bfloat16()
+    got = ops.woq_linear(x, packed, n).double()
+    error = (got - x.double() @ weight.t()).abs()
+    size = x.double().abs() @ weight.abs().t()
+    assert bool((error <= 2.0**-8 * size).all()), float((error / size).max())
+
+
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("share", [0.0, 0.001, 1.0])
 def test_subnormal_codes_of_few_rows(format, share, level):

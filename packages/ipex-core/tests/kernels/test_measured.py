@@ -85,3 +85,15 @@ def test_rows_of_the_table_are_whole():
         assert row.threads in ("1", "many") and isinstance(getattr(torch, row.dtype), torch.dtype)
         levels.add(row.level)
     assert "avx512_fp16" in levels
+
+
+@pytest.mark.parametrize(
+    ("wide", "rows", "taken"), [(True, 64, True), (False, 64, False), (False, 4, True)]
+)
+def test_products_of_batches_without_wide_vectors(table, monkeypatch, wide, rows, taken):
+    monkeypatch.setattr(policy, "_wide_vectors", wide)
+    a, b = (8, rows, 64), (8, 64, 64)
+    assert policy.prefer_ipex_bmm(a, b, torch.float32) is taken
+    assert policy.prefer_ipex_bmm(a, b, torch.bfloat16)
+    with measured.forced("bmm", "ipex"):  # what was measured decides first
+        assert policy.prefer_ipex_bmm(a, b, torch.float32)

@@ -355,6 +355,7 @@ def _attention(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:
 
 
 def _bmm(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:
+    from ipex_core.kernels.policy import prefer_ipex_bmm
     from ipex_core.nn import functional as ours
 
     a = _numbers(s["batch"], s["m"], s["k"], dtype=dtype)
@@ -368,7 +369,7 @@ def _bmm(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:
         "ours": fast,
         "ipex": _forced("bmm", "ipex", fast),
     }
-    return functions, _side("bmm", dtype, (*a.shape, b.shape[2]))
+    return functions, "ipex" if prefer_ipex_bmm(a.shape, b.shape, dtype) else "stock"
 
 
 def _convolution(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:

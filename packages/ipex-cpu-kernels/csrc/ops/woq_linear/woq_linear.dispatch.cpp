@@ -25,7 +25,10 @@ WoqOperand operand_kind(const PackedHeader& header, WoqCompute compute) {
   if (bytes || ((IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI) && header.format == kFormatFp4))
     return WoqOperand::kPlanes;
   if (IPEX_HAVE_AVX512_BF16 && compute == WoqCompute::kBFloat16) return WoqOperand::kBFloat16;
-  const bool looked_up = IPEX_HAVE_AVX2 && !IPEX_HAVE_AVX512 && woq_is_nibble(header.format);
+  // nf4 takes bits from the activations of long groups.
+  const bool looked_up =
+      IPEX_HAVE_AVX2 && !IPEX_HAVE_AVX512 &&
+      (header.format == kFormatFp4 || (header.format == kFormatNf4 && header.group <= 64));
   return looked_up || is_int(header.format) ? WoqOperand::kInt16 : WoqOperand::kFloat;
 }
 
