@@ -164,7 +164,9 @@ def test_one_large_activation(format, group, m, level):
     got = ops.woq_linear(x, packed, n).double()
     error = (got - x.double() @ weight.t()).abs()
     size = x.double().abs() @ weight.abs().t()
-    assert bool((error <= 2.0**-8 * size).all()), float((error / size).max())
+    # Weights and results are rounded to 8 bits in the worst case, the products of scales a little.
+    limit = 2.0**-8 + 2.0**-11
+    assert bool((error <= limit * size).all()), float((error / size).max())
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
