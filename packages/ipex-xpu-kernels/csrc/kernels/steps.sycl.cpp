@@ -21,8 +21,14 @@ struct Weight {
   IPEX_INLINE void write(Index i, float value) const {
     if constexpr (std::is_same_v<P, bf16>) {
       const unsigned int bits = sycl::bit_cast<unsigned int>(value);
+      unsigned int low = bits & 0xffff;
+#ifdef __NVPTX__
+      // Or else the register of the float is stored as 16 bits, which its assembler (CUDA 13)
+      // takes for a conversion to an integer.
+      asm volatile("" : "+r"(low));
+#endif
       w[i].bits = static_cast<unsigned short>(bits >> 16);
-      other[i].bits = static_cast<unsigned short>(bits & 0xffff);
+      other[i].bits = static_cast<unsigned short>(low);
     } else {
       w[i] = value;
       if (other != nullptr) store(other, i, value);
