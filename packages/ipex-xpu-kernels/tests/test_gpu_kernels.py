@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +145,12 @@ def test_attention_of_16_bits(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.usefixtures("always")
 def test_decoding_by_splits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does, on any device; heads of eight numbers each, whatever the samples have."""
-    from ipex_xpu_kernels import _attention
-
-    monkeypatch.setattr(_attention, "is_gpu", lambda _: True)
-    starts = []
-    launch = _attention.launch
+    monkeypatch.setattr("ipex_xpu_kernels._attention.is_gpu", lambda _: True)
+    starts: list[str] = []
+    launch = sys.modules["ipex_xpu_kernels._attention"].launch
     monkeypatch.setattr(
-        _attention, "launch", lambda kernel, *a: (starts.append(kernel), launch(kernel, *a))
+        "ipex_xpu_kernels._attention.launch",
+        lambda kernel, *a: (starts.append(kernel), launch(kernel, *a)),
     )
     spec = specs()[name]
     rtol, atol = spec.tolerance[dtype]
@@ -181,9 +181,7 @@ def test_decoding_by_splits(name: str, dtype: torch.dtype, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("always")
 def test_packed_weights_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipex_xpu_kernels import _woq
-
-    monkeypatch.setattr(_woq, "is_gpu", lambda _: True)
+    monkeypatch.setattr("ipex_xpu_kernels._woq.is_gpu", lambda _: True)
     for format in ("int8", "int4", "nf4", "fp8_e4m3"):
         for group, size in ((-1, 96), (32, 200), (128, 1024)):
             weight = woq_weight(40, size, format, group)

@@ -62,7 +62,7 @@ def launch(
 
 
 def is_gpu(like: Tensor) -> bool:
-    """Return whether a tensor lies on a device other than a SYCL CPU device."""
+    """Return whether a tensor is on another device than a CPU."""
     from ipex_xpu_kernels import _device
 
     return bool(_device.native().properties(like.device.index)["type"] != "cpu")

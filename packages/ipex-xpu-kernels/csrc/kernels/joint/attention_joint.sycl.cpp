@@ -57,7 +57,7 @@ IPEX_INLINE inline float capped(float x) {
   return x < 0 ? -value : value;
 }
 
-// Joins a number of each of the items that share a query.
+// Joins the numbers of the items that share a query.
 template <typename F>
 IPEX_INLINE inline float shared(const sycl::sub_group& sub_group, float value, F join) {
 #pragma unroll
