@@ -491,7 +491,8 @@ def test_cmake_package(tmp_path: Path) -> None:
         run(CMAKE, "--build", str(build))
         assert run(str(build / "small")).startswith("level ")
     for components, variables, text in (
-        ("COMPONENTS;xpu", {}, "there is no component xpu, this package has: cpu"),
+        ("COMPONENTS;xpu", {}, "the component xpu is in the package ipex-xpu-kernels: pip install"),
+        ("COMPONENTS;gpu", {}, "there is no component gpu, the components are: cpu, xpu"),
         ("", {"IPEX_INSTALL_PREFIX": str(tmp_path / "none")}, "none/libipex_cpp.so is missing"),
     ):
         done = configure(components, "wrong", **variables)

@@ -38,7 +38,8 @@ sycl::queue& current_queue(signed char device);
 
 class Program {
  public:
-  // `kernels` are the names of all kernels that are started, of a template with its arguments; `options` are for the compiler.
+  // `kernels` are the names of all kernels that are started, of a template with its arguments;
+  // `options` are for the compiler.
   Program(const char* source, std::vector<std::string> kernels,
           std::vector<std::string> options = {});
   ~Program();
