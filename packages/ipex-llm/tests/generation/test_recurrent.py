@@ -288,3 +288,16 @@ def test_rows_of_states() -> None:
         sequences.cut([1])
     sequences.clear()
     assert sequences.lengths == [0]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n == "zamba2_blocks"])
+@torch.no_grad()
+def test_shared_layers_are_packed_once_and_watched(name: str) -> None:
+    model, fast, ids = build(name), ipex.llm.optimize(build(name), dtype=torch.float32), text(1, 9)
+    runner = record_of(fast).runner
+    sides = [one.side for one in runner.emitter.layers if one.side is not None]
+    assert [one is sides[0].qkv for one in (side.qkv for side in sides)] == [True, False, True]
+    assert sides[0].mlp[-1] is sides[2].mlp[-1] and sides[0].output is sides[2].output
+    for one in (model, fast):  # seen from the layer that has not packed it
+        one.model.layers[4].shared_transformer.self_attn.q_proj.weight.mul_(1.5)
+    close(logits(fast, ids), logits(model, ids))

@@ -126,7 +126,7 @@ def test_queries_scaled_by_position():
         second.use_rope = 0
         del second.qk_norm
     plan = match(model)
-    assert [layer.attention.temperature for layer in plan.layers] == [None, (0.5, 3.0)]
+    assert [layer.attention.temperature for layer in plan.layers] == [None, (0.5, 3.0, 1.0)]
     ids = tokens(1, 24)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits

@@ -32,6 +32,7 @@ __all__ = [
     "RopePlan",
     "ScanPlan",
     "SelectivePlan",
+    "SidePlan",
     "linear_modules",
     "projections",
 ]

@@ -114,7 +114,7 @@ class WeightStore:
         plans = [plan] if partner is None else [plan, partner]
         modules = [module for one in plans for module in one.modules]
         key = (partner is not None, *map(id, modules))
-        if key not in self._memo and len(modules) == 1:
+        if key not in self._memo and partner is None:
             self._share(key, plan)
         if key not in self._memo:
             self._memo[key] = dataclasses.replace(self._any(plans, False), factors=plan.factors)
@@ -122,15 +122,18 @@ class WeightStore:
 
     def _share(self, key: tuple[int, ...], plan: LinearPlan) -> None:
         """Let modules that share all their parameters have one packed weight (the shared layers of Zamba 2)."""
-        module = plan.modules[0]
-        parameters = module._parameters
-        weight = parameters.get("weight")
-        owners = [] if weight is None else self.shared.get(id(weight), ())
-        if len(owners) < 2 or plan.order is not None or plan.factors is not None:
+        weights = [module._parameters.get("weight") for module in plan.modules]
+        owners = (len(self.shared.get(id(weight), ())) for weight in weights)
+        if min(owners) < 2 or plan.order is not None or plan.factors is not None:
             return
-        own = -1, *map(id, parameters.values())
+        parameters = [
+            (module, name, value)
+            for module in plan.modules
+            for name, value in module._parameters.items()
+        ]
+        own = -1, *(id(value) for _, _, value in parameters)
         if own in self._memo:
-            for name, value in parameters.items():
+            for module, name, value in parameters:
                 if value is not None:
                     self._plain.append((module, name, value, version_of(value)))
         else:

@@ -31,7 +31,7 @@ class Probe:
         run: Model -> what is compared.
         call: What kind of call it is, of `CALLS`; empty: one that every model must answer.
         whole: Model -> what is right, too, for models with states: what the whole text gives. Mamba of transformers
-            starts again from zeros at each part of a prompt, and masks of one token more than that.
+            forgets its state at each part of a prompt, and takes no mask that is longer than the part.
     """
 
     name: str
