@@ -301,3 +301,23 @@ def test_shared_layers_are_packed_once_and_watched(name: str) -> None:
     for one in (model, fast):  # seen from the layer that has not packed it
         one.model.layers[4].shared_transformer.self_attn.q_proj.weight.mul_(1.5)
     close(logits(fast, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("form", ["INT8", "INT4"])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n in ("jamba", "nemotron_h_moe", "nemotron_h_latent", "zamba2")]
+)
+@torch.no_grad()
+def test_quantized_weights_in_the_program_and_layer_by_layer(name: str, form: str) -> None:
+    ids = text(2, 19)
+    found = []
+    for depth in (3, 1):
+        config = ipex.quantization.get_weight_only_quant_qconfig_mapping(
+            weight_dtype=getattr(ipex.quantization.WoqWeightDtype, form), group_size=16
+        )
+        fast = ipex.llm.optimize(
+            build(name), dtype=torch.float32, quantization_config=config, depth=depth
+        )
+        assert (record_of(fast).runner is not None) == (depth == 3)
+        found.append(logits(fast, ids))
+    close(*found)
