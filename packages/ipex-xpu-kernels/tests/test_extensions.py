@@ -37,8 +37,9 @@ IPEX_KERNEL(2) void outer(const float* x, const float* y, float* out, long rows,
 }
 """
 MODULE = """
+#include <ATen/Functions.h>
 #include <ipex/xpu/program.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 IPEX_SYCL_SOURCE(my_kernels)
 
@@ -99,7 +100,7 @@ SETUP = """
 from setuptools import setup
 from ipex_xpu_kernels.cpp_extension import DpcppBuildExtension, SyclExtension
 setup(name="x", ext_modules=[SyclExtension("my_extension", ["my_extension.cpp", "my_kernels.sycl"],
-      extra_compile_args={"cxx": ["-O0"]})], cmdclass={"build_ext": DpcppBuildExtension.with_options(use_ninja=False)})
+      extra_compile_args={"cxx": ["-O0", "-w"]})], cmdclass={"build_ext": DpcppBuildExtension.with_options(use_ninja=False)})
 """
 
 

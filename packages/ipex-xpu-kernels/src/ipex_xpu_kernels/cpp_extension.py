@@ -115,7 +115,7 @@ def library_paths() -> list[str]:
 
     paths: list[str] = [*cpp_extension.library_paths(), str(_PACKAGE)]
     root = os.environ.get("CMPLR_ROOT")
-    for folder in (Path(root) / "lib" if root else None, _installed("lib/libsycl.so.9", 1)):
+    for folder in (Path(root) / "lib" if root else None, _installed("/libsycl.so.9", 1)):
         if folder is not None and any(folder.glob("libsycl.so*")):
             paths.append(str(folder))
             break
