@@ -28,7 +28,8 @@ Program::Program(const char* source, std::vector<std::string> kernels,
   state_->options = std::move(options);
 }
 
-Program::~Program() = default;
+// Not destroyed: an extension keeps it in a static object, which goes after the SYCL run-time.
+Program::~Program() { (void)state_.release(); }
 
 void Program::start(sycl::queue& queue, const std::string& kernel,
                     const std::vector<std::int64_t>& items,
