@@ -704,3 +704,18 @@ def test_an_attention_backend_for_gpus_is_told(modules, caplog):
     assert not caplog.records
     platform.get_attn_backend_cls(types.SimpleNamespace(name="FLASH_ATTN"), asked)
     assert "attention backend FLASH_ATTN is for GPUs: CPU_ATTN is used" in caplog.text
+
+
+def test_numbers_of_sequences_reach_the_result_in_any_dtype(modules):
+    place = stand_in.ours("cpu_platform")
+    own = modules["vllm.utils.cpu_triton_utils"]
+    place._mend_expand()  # this vLLM has no such function
+    assert not hasattr(own, "_expand_kernel_impl")
+    own._expand_kernel_impl = None
+    place._mend_expand()
+    counts = torch.tensor([2, 3])
+    for given in (torch.tensor([7, 0], dtype=torch.int32), torch.tensor([0.5, 0.0])):
+        output = torch.full((6,), 9).to(given.dtype)
+        own._expand_kernel_impl(output, given, counts, 0, 1, MAX_NUM_TOKENS=4)
+        first = given[0].item()
+        assert output.tolist() == [first, first, 1, 1, 1, 9]

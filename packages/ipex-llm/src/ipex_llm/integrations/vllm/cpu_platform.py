@@ -12,7 +12,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from ipex_core.library.spec import FLOATS
-from ipex_llm.integrations.vllm import ranks
+from ipex_llm.integrations.vllm import ranks, speculative_ops
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -125,6 +125,7 @@ class IpexPlatform(CpuPlatform):
         """Do it once in a process: for a second engine vLLM would search all modules again, and fail on some."""
         if not cls._overridden:
             _mend_slot_mapping()
+            _mend_expand()
             super().register_triton_kernel_overrides()
             IpexPlatform._overridden = True
 
@@ -183,6 +184,27 @@ def _mend_slot_mapping() -> None:
         )
 
     own._compute_slot_mapping_kernel_impl = compute_slot_mapping
+
+
+def _mend_expand() -> None:
+    """Give vLLM our function for numbers of sequences: its own writes to an int64 copy of the result, which it drops."""
+    own: Any = importlib.import_module("vllm.utils.cpu_triton_utils")
+    if not hasattr(own, "_expand_kernel_impl"):
+        return
+
+    def expand(
+        output: torch.Tensor,
+        given: torch.Tensor,
+        counts: torch.Tensor,
+        replace_from: int,
+        replace_to: int,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
+        del rest, options
+        speculative_ops.expand(output, given, counts, replace_from, replace_to)
+
+    own._expand_kernel_impl = expand
 
 
 def check_cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
