@@ -713,7 +713,7 @@ def test_numbers_of_sequences_reach_the_result_in_any_dtype(modules):
     assert not hasattr(own, "_expand_kernel_impl")
     own._expand_kernel_impl = None
     place._mend_expand()
-    counts = torch.tensor([2, 3])
+    counts = torch.tensor([2, 5])  # running sum
     for given in (torch.tensor([7, 0], dtype=torch.int32), torch.tensor([0.5, 0.0])):
         output = torch.full((6,), 9).to(given.dtype)
         own._expand_kernel_impl(output, given, counts, 0, 1, MAX_NUM_TOKENS=4)

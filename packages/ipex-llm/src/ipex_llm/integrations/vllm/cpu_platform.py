@@ -187,7 +187,7 @@ def _mend_slot_mapping() -> None:
 
 
 def _mend_expand() -> None:
-    """Give vLLM our function for numbers of sequences: its own writes to an int64 copy of the result, which it drops."""
+    """Give vLLM our function for numbers of sequences: its own writes to an int64 copy of the result and drops it."""
     own: Any = importlib.import_module("vllm.utils.cpu_triton_utils")
     if not hasattr(own, "_expand_kernel_impl"):
         return
