@@ -100,7 +100,8 @@ SETUP = """
 from setuptools import setup
 from ipex_xpu_kernels.cpp_extension import DpcppBuildExtension, SyclExtension
 setup(name="x", ext_modules=[SyclExtension("my_extension", ["my_extension.cpp", "my_kernels.sycl"],
-      extra_compile_args={"cxx": ["-O0", "-w"]})], cmdclass={"build_ext": DpcppBuildExtension.with_options(use_ninja=False)})
+      extra_compile_args={"cxx": ["-O0", "-w"]})],
+      cmdclass={"build_ext": DpcppBuildExtension.with_options(use_ninja=False)})
 """
 
 
