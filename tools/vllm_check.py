@@ -431,8 +431,7 @@ def recurrent(folder: Path) -> Iterator[Case]:
         if "dtype" not in options:
             wanted = reference(model, prompts())
             return compare(first, wanted) or compare(again, wanted)
-        worst = max(behind(model, first), behind(model, again))
-        return "" if worst < 0.5 else f"a token is {worst:.2f} nats behind the best"
+        return near_as_rounded(model, first) or near_as_rounded(model, again)
 
     for name, options in RECURRENT.items():
         yield name, functools.partial(run, name, **options)
