@@ -60,7 +60,7 @@ def test_convolution_of_steps():
         states = cache(5, 6, 3)
         other, before = states.clone(), states.clone()
         y = ops.causal_conv1d_update_cpu(x, states, weight[:, None], None, True, None, slots, -1, 1)
-        same = ops.causal_conv1d_update_cpu_vec(x, other, weight, None, "silu", slots, None, 0)
+        same = ops.causal_conv1d_update_cpu_vec(x, other, weight, None, "silu", slots, None, -1)
         assert torch.equal(y, same) and torch.equal(states, other)
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
@@ -80,6 +80,20 @@ def test_convolution_of_several_rows_without_slots():
         wanted, kept = convolved(rows, before[i], weight, None, False)
         torch.testing.assert_close(y[4 * i : 4 * i + len(rows)], wanted)
         torch.testing.assert_close(states[i], kept)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_convolution_of_rows_beside_each_other(length):
+    """Rows that are padding leave their state, vLLM's block 0, as it is."""
+    weight, bias, x, states = randn(6, 3), randn(6, seed=2), randn(4, 6, length), cache(5, 6, 2)
+    before, slots = states.clone(), int32(3, 0, 1, 0)
+    y = ops.causal_conv1d_update_cpu_vec(x, states, weight, bias, "silu", slots, None, 0)
+    assert y.shape == x.shape
+    for row, slot in ((0, 3), (2, 1)):
+        wanted, kept = convolved(x[row].t(), before[slot], weight, bias, True)
+        torch.testing.assert_close(y[row].t(), wanted)
+        torch.testing.assert_close(states[slot], kept)
+    assert torch.equal(states[[0, 2, 4]], before[[0, 2, 4]])
 
 
 def test_convolution_of_drafts_goes_on_behind_what_was_accepted():

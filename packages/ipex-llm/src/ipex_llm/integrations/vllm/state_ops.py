@@ -3,7 +3,8 @@
 
 vLLM keeps the states of all layers in one cache, where the rows of a state lie apart, in the dtype of the cache. The
 ops of ipex take the rows of the running sequences, in float32; they are copied there and back. Rows that are padding
-(`-1`, or vLLM's block 0) are computed, and what they leave is never read.
+(`-1`, or vLLM's block 0) are computed; a convolution does not write their states, and nothing reads what other ops
+leave.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def _rows(cache: Tensor, slots: Tensor) -> Tensor:
     return cache.index_select(0, slots.flatten().clamp(min=0).long())
 
 
-def _put(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+def _put(cache: Tensor, slots: Tensor, rows: Tensor, padding: int = -1) -> None:
     slots = slots.flatten()
-    there = slots >= 0
+    there = (slots >= 0) & (slots != padding)
     cache.index_copy_(0, slots[there].long(), rows[there].to(cache.dtype))
 
 
@@ -86,13 +87,14 @@ def _through_cache(
     cache: Tensor,
     slots: Tensor,
     places: tuple[Tensor, Tensor, Tensor],
+    padding: int,
 ) -> Tensor:
     # A cache for drafts is wider: what comes after the first columns is of them.
     columns = cache.narrow(2, 0, weight.shape[-1] - 1)
     past = _rows(columns, slots).transpose(1, 2)
     states = past.to(x.dtype).contiguous()
     y = _convolve(x, weight, bias, silu, states, places)
-    _put(columns, slots, states.transpose(1, 2))
+    _put(columns, slots, states.transpose(1, 2), padding)
     return y
 
 
@@ -112,11 +114,10 @@ def causal_conv1d_fwd_cpu(
 
     The weight is ``[D, 1, W]``: the plug-in does not pack it, whatever vLLM says.
     """
-    del pad_slot_id, is_weight_packed
+    del is_weight_packed
     places = _places(query_start_loc, has_initial_state)
-    rows = x.t()
-    y = _through_cache(rows, weight, bias, silu_activation, conv_states, cache_indices, places)
-    return y.t()
+    options = (silu_activation, conv_states, cache_indices, places, pad_slot_id)
+    return _through_cache(x.t(), weight, bias, *options).t()
 
 
 def causal_conv1d_update_cpu(
@@ -135,11 +136,10 @@ def causal_conv1d_update_cpu(
     With drafts a row of ``conv_states`` has the inputs of the last step too, and the history ends with the accepted
     ones.
     """
-    del pad_slot_id, is_weight_packed
+    del is_weight_packed
     if num_accepted_tokens is None:
-        places = _places(_starts(x.shape[0]))
-        slots = conv_state_indices
-        return _through_cache(x, weight, bias, silu_activation, conv_states, slots, places)
+        options = (conv_state_indices, _places(_starts(x.shape[0])), pad_slot_id)
+        return _through_cache(x, weight, bias, silu_activation, conv_states, *options)
     before = weight.shape[-1] - 1
     batch, length, channels = x.shape
     columns = num_accepted_tokens.long()[:, None] - 1 + torch.arange(before)
@@ -152,6 +152,7 @@ def causal_conv1d_update_cpu(
         conv_states.narrow(2, 0, kept.shape[1]),
         conv_state_indices,
         kept.transpose(1, 2),
+        pad_slot_id,
     )
     return y.view_as(x)
 
@@ -166,12 +167,17 @@ def causal_conv1d_update_cpu_vec(
     query_start_loc: Tensor | None,
     pad_slot_id: int,
 ) -> Tensor:
-    """Convolve one row of each sequence ``[B, D]``, or with ``query_start_loc`` several, back to back ``[T, D]``."""
-    del pad_slot_id
-    starts = _starts(x.shape[0]) if query_start_loc is None else query_start_loc
-    slots = torch.arange(starts.numel() - 1) if conv_state_indices is None else conv_state_indices
-    silu = activation in ("silu", "swish")
-    return _through_cache(x, weight, bias, silu, conv_state, slots, _places(starts))
+    """Convolve one row of each sequence ``[B, D]``, several ``[B, D, L]``, or with ``query_start_loc`` ``[T, D]``."""
+    rows = x.transpose(1, 2).flatten(0, 1) if x.dim() == 3 else x
+    if query_start_loc is None:
+        length = x.shape[2] if x.dim() == 3 else 1
+        query_start_loc = _starts(x.shape[0]) * length
+    slots = conv_state_indices
+    if slots is None:
+        slots, pad_slot_id = torch.arange(query_start_loc.numel() - 1), -1
+    silu, places = activation in ("silu", "swish"), _places(query_start_loc)
+    y = _through_cache(rows, weight, bias, silu, conv_state, slots, places, pad_slot_id)
+    return y.unflatten(0, (x.shape[0], -1)).transpose(1, 2) if x.dim() == 3 else y
 
 
 # --- the gated delta rule ---------------------------------------------------------------------------------------------
