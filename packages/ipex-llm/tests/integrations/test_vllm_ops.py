@@ -195,16 +195,17 @@ def test_a_number_for_each_draft_token():
     assert out.tolist() == [7, 7, 0, 3, 3, -1]
 
 
-def test_tokens_in_the_place_of_drafts():
-    out, sums = torch.zeros(3, dtype=torch.int64), torch.tensor([1, 1, 3])
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+def test_tokens_in_the_place_of_drafts(shape):
+    out, sums = torch.zeros(shape, dtype=torch.int64), torch.tensor([1, 1, 3])
     target = torch.tensor([[0.6, 0.3, 0.1]] * 3)
     noise = torch.tensor([[1.0, 1.0, 1.0], [1.0, 9.0, 1.0], [1.0, 1.0, 9.0]])
-    drafts = torch.tensor([0, 1, 2])
+    drafts = torch.tensor([0, 1, 2]).view(shape)
     speculative("sample_recovered_tokens", out, sums, drafts, None, target, noise, 3, True)
-    assert out.tolist() == [1, 2, 0]
+    assert out.flatten().tolist() == [1, 2, 0]
     draft = torch.tensor([[0.8, 0.1, 0.1]] * 3)
     speculative("sample_recovered_tokens", out, sums, drafts, draft, target, noise, 3, False)
-    assert out.tolist() == [1, 1, 1]
+    assert out.flatten().tolist() == [1, 1, 1]
 
 
 def test_drafts_that_were_refused_are_counted():

@@ -120,9 +120,10 @@ def sample_recovered_tokens(
     """Draw the token for the place of each draft from what the target has more of than the draft.
 
     ``inv_q`` ``[sequences, vocabulary]`` has the inverses of exponential random numbers: the largest product with a
-    probability is a draw.
+    probability is a draw. Tokens are a row of numbers, ``[tokens]`` or ``[tokens, 1]``.
     """
     del vocab_size
+    draft_token_ids, output_token_ids = draft_token_ids.flatten(), output_token_ids.view(-1)
     for row, begin, end in _ranges(cu_num_draft_tokens):
         if begin == end:
             continue
