@@ -394,7 +394,8 @@ def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> An
     weight = output_rows(module).float()
     if factor is not None:
         weight = weight / factor
-    codes, steps = _quantize_weight(path, layer.qconfig, weight)
+    halve = layer.kind != "linear" and _adds_pairs_in_16_bits()
+    codes, steps = _quantize_weight(path, layer.qconfig, weight, halve)
     made: Any
     if layer.kind == "linear":
         made = Int8Linear(codes, steps, module.bias)
@@ -412,8 +413,26 @@ def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> An
     return made.eval()
 
 
-def _quantize_weight(path: str, qconfig: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes and one scale for each output channel, as the observer of the weight says."""
+def _adds_pairs_in_16_bits() -> bool:
+    """Return whether oneDNN's convolutions add two products of codes in 16 bits, which large ones overflow.
+
+    They do without VNNI: 255 * 127 * 2 does not fit, 255 * 64 * 2 does.
+    """
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return not (torch.cpu._is_vnni_supported() or known.get("avx_vnni", False))
+
+
+def _quantize_weight(
+    path: str, qconfig: Any, weight: Tensor, halve: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and one scale for each output channel, as the observer of the weight says.
+
+    Args:
+        path: Of the layer.
+        qconfig: Has the observer.
+        weight: One row of numbers for each output channel, of any dimensions.
+        halve: Take half of the codes, for twice the scale.
+    """
     finite = weight.isfinite()
     bad = weight[~finite]
     check(
@@ -432,10 +451,11 @@ def _quantize_weight(path: str, qconfig: Any, weight: Tensor) -> tuple[Tensor, T
     channels = weight.shape[0]
     per_row = scale.numel() in (1, channels) and getattr(observer, "ch_axis", 0) == 0
     check(per_row, "convert", what, "be per tensor or per output channel", list(scale.shape))
-    scale = scale.float().clamp(min=2.0**-100).expand(channels).contiguous()
+    scale = scale.float().clamp(min=2.0**-100).expand(channels).contiguous() * (1 + halve)
     steps = scale.view(-1, *[1] * (weight.dim() - 1))
     low, high = getattr(observer, "quant_min", -128), getattr(observer, "quant_max", 127)
-    codes = torch.round(weight / steps).clamp(max(low, -128), min(high, 127)).to(torch.int8)
+    least, most = (-64, 64) if halve else (-128, 127)
+    codes = torch.round(weight / steps).clamp(max(low, least), min(high, most)).to(torch.int8)
     return codes, scale
 
 

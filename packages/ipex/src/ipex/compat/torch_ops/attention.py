@@ -270,6 +270,9 @@ def _flash_attention(
         # Torch's kernel takes only masks that are added.
         zeros = torch.zeros(attention_mask.shape, dtype=query.dtype)
         attention_mask = zeros.masked_fill(~attention_mask, -torch.inf)
+    elif attention_mask is not None and query.dtype == torch.float64:
+        # Torch reads a float32 mask as one of float64 below AVX-512.
+        attention_mask = attention_mask.double()
     # No op of ours returns the logarithms; this one has a derivative, too.
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
         query, key, value, dropout_p, is_causal, attn_mask=attention_mask, scale=scale
