@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ DRAWS = {
 @pytest.mark.parametrize("op", [spec.name for spec in select(()) if spec.name not in DRAWS])
 def test_reference_means_what_stock_pytorch_does(op):
     """The stock chain of each bench case and the reference agree in float32."""
+    if op == "int8_linear" and "vnni" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("stock's sums of products overflow 16 bits without VNNI")
     spec = specs()[op]
     checked = 0
     # Codes may round to the other neighbor, where the op allows that.

