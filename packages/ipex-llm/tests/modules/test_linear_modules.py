@@ -184,9 +184,7 @@ def test_operands_of_other_shapes_and_dtypes():
         module = M.LinearSilu(layer()).eval()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = module(torch.randn(3, 64))
-        # Packed float32 layers stay float32 where oneDNN has no bfloat16.
-        rounded = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        assert got.dtype == (torch.bfloat16 if rounded or not native else torch.float32)
+        assert got.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -202,6 +202,9 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
             lowered = self._autocast(x, post, residual, mul, residual2)
             if lowered is not None:
                 return lowered
+            # In float32, where oneDNN does not have the dtype.
+            wide = self._run(x.to(dtype), packed, bias, post, residual, mul, residual2)
+            return wide.to(torch.get_autocast_dtype("cpu"))
         if x.dtype is not dtype:
             x = x.to(dtype)
         if torch.is_grad_enabled() and needs_grad(self, x):
@@ -308,10 +311,10 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
         residual2: Tensor | None,
     ) -> Tensor | None:
         dtype = torch.get_autocast_dtype("cpu")
-        if dtype is torch.float32 or not onednn.supports(dtype):
-            return None
         if torch.is_grad_enabled() and needs_grad(self, x):
             return self._plain(x, post, residual, mul, residual2)
+        if dtype is torch.float32 or not onednn.supports(dtype):
+            return None
         lowered = self._lowered
         if lowered is None or lowered[0] is not dtype:
             weight, bias = self._parameters["weight"], self._parameters["bias"]
