@@ -184,6 +184,8 @@ def everywhere(program):
 @pytest.mark.parametrize("kind", [Attends, Swish])
 def test_results_that_are_rounded_less_often(kind, how):
     """Until it is frozen, a trace rounds as the model does: torch compares the two."""
+    if how != "float32" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
     torch.manual_seed(0)
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     mask = torch.zeros(2, 1, 1, 6, dtype=dtype)
