@@ -133,7 +133,7 @@ def sensitivity(model: Any, call: Pattern, draws: int = 4) -> float:
 
 
 def _forgets(model: Any) -> bool:
-    """Return whether the stock model begins anew with each part of a text (Mamba)."""
+    """Return whether the stock model starts from zeros at each part of a text (Mamba)."""
     rates = (getattr(module, "A_log", None) for module in model.modules())
     return any(isinstance(one, Tensor) and one.ndim == 2 for one in rates)
 

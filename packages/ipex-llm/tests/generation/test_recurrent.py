@@ -127,7 +127,7 @@ def test_what_a_cache_cannot_do() -> None:
     close(fast(input_ids=ids, cache=cache).logits, logits(fast, ids))
 
 
-#: The stock model begins anew with each part of a prompt.
+#: The stock model starts from zeros at each part of a prompt.
 FORGETFUL = ("jamba", "mamba", "falcon_mamba")
 
 
