@@ -57,6 +57,8 @@ def concat(model):
 def test_concat_of_an_untraceable_forward(dtype, form, monkeypatch):
     if form == "ipex" and not has_kernel("linear"):
         pytest.skip("no kernel for linear")
+    if form == "mkldnn" and dtype is not None and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this CPU")
     monkeypatch.setattr(prepack, "choose_linear", lambda *_: prepack.LinearChoice(form, ""))
     model = Untraceable().eval()
     x = torch.randn(2, 5, 96)
