@@ -264,10 +264,14 @@ def rotary(draw: Draw) -> Program:
     part = draw.mostly(size, size // 2, 4, chance=0.6)
     q = draw.input(batch, length, heads, size)
     k = draw.input(batch, length, draw.pick(heads, 1), size, dtype=draw.other())
-    shape = draw.mostly((1, length, part), (batch, length, part), (length, part), (1, length, 1))
+    form = draw.pick("half", "tables")
+    style = draw.mostly(form, "swapped", "interleaved", "uneven", "plus", chance=0.7)
+    columns = part // 2 if style == "tables" else part
+    shape = draw.mostly(
+        (1, length, columns), (batch, length, columns), (length, columns), (1, length, 1)
+    )
     cos = draw.input(*shape, dtype=draw.other())
-    sin = draw.input(*draw.mostly(shape, (1, length, part), chance=0.95), dtype=draw.other())
-    style = draw.mostly("half", "swapped", "interleaved", "uneven", "plus", chance=0.7)
+    sin = draw.input(*draw.mostly(shape, (1, length, columns), chance=0.95), dtype=draw.other())
     alone, axis, minus = draw.flag(0.1), draw.mostly(1, 2, chance=0.9), draw.flag(0.07)
     wide, written, twice = draw.flag(0.2), draw.flag(0.1), draw.flag(0.1)
 
@@ -294,8 +298,13 @@ def rotary(draw: Draw) -> Program:
             y, rest = (x.float() if wide else x)[..., :part], x[..., part:]
             if written:
                 y = y.clone().mul_(2)
-            straight, turned = run.step(y * c), run.step(run.step(turn(y)) * s)
-            y = run.step(straight - turned if minus else straight + turned)
+            if style == "tables":
+                low, high = y.chunk(2, -1)
+                parts = low * c - run.step(high * s), run.step(high * c) + low * s
+                y = run.step(torch.cat(parts[::-1] if minus else parts, -1))
+            else:
+                straight, turned = run.step(y * c), run.step(run.step(turn(y)) * s)
+                y = run.step(straight - turned if minus else straight + turned)
             y = y.to(x.dtype) if wide else y
             results.append(torch.cat((y, rest), -1) if part < size and y.dtype == rest.dtype else y)
         if twice:

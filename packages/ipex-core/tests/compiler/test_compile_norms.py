@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from compile_checks import (
@@ -179,6 +181,79 @@ def test_partial_rotary(dtype):
 
     report, gm = fuse(other_rest, q, k, *tables)
     assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)) == 2
+
+
+def by_halves(part, q, k, cos, sin):
+    """By tables of half the size, as servers compute it."""
+
+    def turn(x):
+        low, high = x[..., :part].chunk(2, -1)
+        c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        turned = torch.cat((low * c - high * s, high * c + low * s), -1)
+        return turned if part == x.shape[-1] else torch.cat((turned, x[..., part:]), -1)
+
+    return turn(q), turn(k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part", [16, 8])
+@pytest.mark.parametrize("lead", [(6,), (2, 6)])
+def test_rotary_by_tables_of_half_the_size(dtype, part, lead):
+    q, k = randn(*lead, 4, 16, dtype=dtype), randn(*lead, 2, 16, dtype=dtype)
+    tables = [randn(*lead, part // 2, dtype=dtype) for _ in range(2)]
+    report, gm = fuse(functools.partial(by_halves, part), q, k, *tables)
+    assert fired(report) == {"rotary": 2}, reasons(report)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+
+
+def test_rotary_with_heads_behind_positions():
+    def function(q, k, cos, sin):
+        c, s = cos.unsqueeze(2), sin.unsqueeze(2)
+        return tuple(x * c + rotate_half(x) * s for x in (q, k))
+
+    q, k = randn(2, 6, 4, 16), randn(2, 6, 2, 16)
+    report, _ = fuse(function, q, k, randn(1, 6, 16), randn(1, 6, 16))
+    assert fired(report) == {"rotary": 2}, reasons(report)
+
+
+def test_rotary_by_halves_near_misses():
+    q, k, cos, sin = randn(6, 4, 16), randn(6, 2, 16), randn(6, 8), randn(6, 8)
+
+    def like(form):
+        def function(q, k, cos, sin):
+            c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+            return tuple(torch.cat(form(*x.chunk(2, -1), c, s), -1) for x in (q, k))
+
+        return function
+
+    wrong = [
+        lambda low, high, c, s: (low * c + high * s, high * c + low * s),
+        lambda low, high, c, s: (low * c - high * s, high * c - low * s),
+        lambda low, high, c, s: (low * s - high * c, high * s + low * s),
+        lambda low, high, c, s: (high * c + low * s, low * c - high * s),
+        lambda low, high, c, s: (low * c - low * s, high * c + high * s),
+        lambda low, high, c, s: (low * c - high * s, high * c + low * s, low),
+    ]
+    for form in wrong:
+        assert "rotary" not in fired(fuse(like(form), q, k, cos, sin)[0])
+    # Tables for each head, and of one head for all tokens.
+    every = [randn(6, 4, 8), randn(6, 4, 8)]
+    report, _ = fuse(
+        lambda q, k, c, s: tuple(
+            torch.cat(
+                (
+                    x.chunk(2, -1)[0] * c - x.chunk(2, -1)[1] * s,
+                    x.chunk(2, -1)[1] * c + x.chunk(2, -1)[0] * s,
+                ),
+                -1,
+            )
+            for x in (q, k)
+        ),
+        q,
+        q + 1,
+        *every,
+    )
+    assert "rotary" not in fired(report)
 
 
 @pytest.mark.parametrize("columns", [96, 192])

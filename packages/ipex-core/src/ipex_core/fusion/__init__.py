@@ -307,6 +307,12 @@ ROTATED = (
     ("mul", "x", "cos"),
     ("mul", ("halves", ("neg", ("high", "x")), ("low", "x")), "sin"),
 )
+#: The same by tables of half the size.
+ROTATED_HALVES = (
+    "halves",
+    ("sub", ("mul", ("low", "x"), "cos"), ("mul", ("high", "x"), "sin")),
+    ("add", ("mul", ("high", "x"), "cos"), ("mul", ("low", "x"), "sin")),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ipex_core.fusion import LAYER_NORM, RMS_NORM, ROTATED
+from ipex_core.fusion import LAYER_NORM, RMS_NORM, ROTATED, ROTATED_HALVES
 from ipex_core.fusion.aten import (
     DEVICES,
     READER,
+    VIEWING,
     Context,
     between,
     binary,
@@ -217,12 +218,27 @@ _OP = "ipex::rotary_embedding_functional"
 
 @dataclasses.dataclass
 class _Rotation:
+    """A rotation of heads.
+
+    They are ``[batch, heads, length, size]``, ``[batch, length, heads, size]`` or ``[tokens, heads, size]``.
+
+    Attributes:
+        root: The result.
+        x: What is rotated.
+        cos: The table without a dimension for heads; its last size is ``size`` or half of it.
+        sin: Like ``cos``.
+        interior: The nodes between ``x`` and the result.
+        size: How many elements of a head are rotated.
+        heads: The dimension of the heads.
+    """
+
     root: fx.Node
     x: fx.Node
     cos: fx.Node
     sin: fx.Node
     interior: list[fx.Node]
     size: int
+    heads: int
 
 
 def fuse_rotary(ctx: Context) -> None:
@@ -242,14 +258,20 @@ def fuse_rotary(ctx: Context) -> None:
 
 
 def _match(cat: fx.Node) -> _Rotation | None:
-    product = _only_user(cat)
-    root = None if product is None else _only_user(product)
-    found = READER.find(ROTATED, root)
+    root: fx.Node | None = cat
+    found = READER.find(ROTATED_HALVES, cat)
+    if found is None:
+        product = _only_user(cat)
+        root = None if product is None else _only_user(product)
+        found = READER.find(ROTATED, root)
     shape = None if found is None else shape_of(found["x"])
-    if root is None or found is None or shape is None or len(shape) != 4:
+    if root is None or found is None or shape is None or len(shape) not in (3, 4):
         return None
-    cos, sin = _table(found["cos"]), _table(found["sin"])
-    match = _Rotation(root, found["x"], cos, sin, list(found.passed[1:]), shape[3])
+    tables = [_table(found[name], len(shape)) for name in ("cos", "sin")]
+    if None in tables or tables[0][1] != tables[1][1]:  # type: ignore[index]
+        return None
+    (cos, heads), (sin, _) = tables  # type: ignore[misc]
+    match = _Rotation(root, found["x"], cos, sin, list(found.passed[1:]), shape[-1], heads)
     _widen(match)
     return match
 
@@ -262,19 +284,19 @@ def _widen(match: _Rotation) -> None:
     shape = shape_of(whole)
     if (
         shape is None
-        or len(shape) != 4
+        or len(shape) not in (3, 4)
         or not is_call(joined, aten.cat.default)
         or len(root.users) != 1
     ):
         return
     assert joined is not None
-    parts, size = joined.args[0], shape[3]
+    parts, size = joined.args[0], shape[-1]
     dim = joined.args[1] if len(joined.args) > 1 else 0
     if (
         not isinstance(parts, (list, tuple))
         or len(parts) != 2
         or parts[0] is not root
-        or dim not in (-1, 3)
+        or dim not in (-1, len(shape) - 1)
     ):
         return
     rest: Any = parts[1]
@@ -290,26 +312,30 @@ def _only_for(node: fx.Node, users: list[fx.Node]) -> bool:
     return all(user in users for user in node.users)
 
 
-def _table(node: fx.Node) -> fx.Node:
-    """Return a table ``[B, S, D]`` before it was given a dimension for the heads."""
-    if is_call(node, aten.unsqueeze.default) and node.args[1] == 1:
-        inner = node.args[0]
-        assert isinstance(inner, fx.Node)
-        return inner
-    return node
+def _table(node: fx.Node, rank: int) -> tuple[fx.Node, int] | None:
+    """Return a table before it was given a dimension for the heads, and that dimension."""
+    if is_call(node, aten.unsqueeze.default):
+        inner, dim = node.args[:2]
+        assert isinstance(inner, fx.Node) and isinstance(dim, int)
+        heads = dim % rank
+        fits = len(shape_of(inner) or ()) == rank - 1 and heads in (1, rank - 2)
+        return (inner, heads) if fits else None
+    return (node, 1) if rank == 4 else None
 
 
 def _partners(a: _Rotation, b: _Rotation) -> bool:
-    left, right = shape_of(a.x), shape_of(b.x)
-    assert left is not None and right is not None
-    return a.size == b.size and same((left[0], *left[2:]), (right[0], *right[2:]))
+    left, right = (list(shape_of(match.x) or ()) for match in (a, b))
+    if a.size != b.size or a.heads != b.heads or len(left) != len(right):
+        return False
+    del left[a.heads], right[a.heads]
+    return same(left, right)
 
 
 def _rotary_replace(ctx: Context, first: _Rotation, second: _Rotation) -> None:
     reason = _reason(ctx, first, second)
     early, late = sorted((first.root, second.root))
     inputs = [n for match in (first, second) for n in (match.x, match.cos, match.sin)]
-    root = early if all(n < early for n in inputs) else late
+    root = early if all(_views_before(n, early) for n in inputs) else late
     for match in (first, second):
         blocker = ctx.outside_user(match.interior, match.root)
         if reason is None and blocker is not None:
@@ -321,8 +347,13 @@ def _rotary_replace(ctx: Context, first: _Rotation, second: _Rotation) -> None:
         return
     shape = shape_of(first.x)
     assert shape is not None
+    if root is early:
+        for node in inputs:
+            _move_before(node, early)
+    swapped = first.heads == 1 and len(shape) == 4
     heads_last = [
-        ctx.call(root, aten.permute.default, (m.x, [0, 2, 1, 3])) for m in (first, second)
+        ctx.call(root, aten.permute.default, (m.x, [0, 2, 1, 3])) if swapped else m.x
+        for m in (first, second)
     ]
     tables = (first.sin, first.cos)
     both = ctx.call(
@@ -331,11 +362,27 @@ def _rotary_replace(ctx: Context, first: _Rotation, second: _Rotation) -> None:
         (*heads_last, *tables, first.size, True),
     )
     parts = [ctx.call(root, operator.getitem, (both, index)) for index in (0, 1)]
-    backs = [ctx.call(root, aten.permute.default, (part, [0, 2, 1, 3])) for part in parts]
-    for index, (match, back) in enumerate(zip((first, second), backs, strict=True)):
+    if swapped:
+        parts = [ctx.call(root, aten.permute.default, (part, [0, 2, 1, 3])) for part in parts]
+    for index, (match, back) in enumerate(zip((first, second), parts, strict=True)):
         match.root.replace_all_uses_with(back)
         ctx.fused("rotary", match.root, both, "query" if index == 0 else "key")
         ctx.drop([match.root, *match.interior])
+
+
+def _views_before(node: fx.Node, place: fx.Node) -> bool:
+    """Return whether a node is a view of what exists before another node."""
+    if node < place:
+        return True
+    return node.target in VIEWING and all(_views_before(n, place) for n in node.all_input_nodes)
+
+
+def _move_before(node: fx.Node, place: fx.Node) -> None:
+    """Move views to a place before another node."""
+    if not node < place:
+        for other in node.all_input_nodes:
+            _move_before(other, place)
+        place.prepend(node)
 
 
 def _reason(ctx: Context, first: _Rotation, second: _Rotation) -> str | None:
@@ -344,11 +391,13 @@ def _reason(ctx: Context, first: _Rotation, second: _Rotation) -> str | None:
         return "shapes are unknown"
     if query.device.type not in DEVICES or query.dtype not in FLOATS or key.dtype != query.dtype:
         return f"query and key are {describe(first.x)} and {describe(second.x)}"
-    batch, _, length, size = query.shape
+    size, lead = query.shape[-1], list(query.shape[:-1])
+    del lead[first.heads]
     for table in (cos, sin):
-        if table.dim() != 3 or not same(table.shape[1:], (length, first.size)):
+        if table.dim() != len(lead) + 1 or table.shape[-1] not in (first.size, first.size // 2):
             return f"the tables are {describe(first.cos)}"
-        if not same(table.shape[:1], (1,)) and not same(table.shape[:1], (batch,)):
+        rows = [*table.shape[:-1]]
+        if not same(rows, lead) and not (len(lead) == 2 and same(rows, [1, lead[1]])):
             return f"the tables are {describe(first.cos)}"
         if table.dtype not in (query.dtype, torch.float32):
             return f"the tables are {describe(first.cos)}"
@@ -361,6 +410,6 @@ def _reason(ctx: Context, first: _Rotation, second: _Rotation) -> str | None:
         return "heads are larger than 1024"
     if not ctx.kernels("rotary_embedding_functional"):
         return "no kernel package implements rotary_embedding_functional"
-    if not ctx.always and not prefer_ipex_rotary(hints(query.shape), query.dtype):
+    if not ctx.always and not prefer_ipex_rotary(math.prod(hints(lead))):
         return f"Inductor's own code is as fast at {describe(first.x)}"
     return None
