@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipex_core.fusion import GraphReport
-from ipex_core.fusion.aten import val
+from ipex_core.fusion.aten import shape_of, val
 from ipex_core.fusion.aten.passes import split_parameters
-from ipex_core.library.spec import FUNCTIONAL
 from ipex_core.precompiled.expressions import Kept, evaluate
 from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
-from ipex_core.precompiled.lower import Plan, lower
+from ipex_core.precompiled.lower import Plan, is_object, lower
 from ipex_core.precompiled.run import first_values, run_plan, with_packed_linears
+from ipex_core.precompiled.writes import WRAPPED, drop_writes, why_not
 
 __all__ = ["NoProgramError", "compile_program"]
 
@@ -59,13 +58,17 @@ def compile_program(
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        _without_writes(graph.graph)
+        drop_writes(graph.graph)
         for node in graph.graph.nodes:
-            if isinstance(
-                node.target, torch._ops.HigherOrderOperator
-            ):  # control flow, ops that write
+            if node.target is WRAPPED:
+                why = why_not(node)
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):  # control flow
+                why = str(node.target)
+            else:
+                continue
+            if why:
                 raise NoProgramError(
-                    f"a program must have ops that torch calls, got {node.target}: leave the graph to Inductor"
+                    f"a program must have ops that torch calls, got {why}: leave the graph to Inductor"
                 )
         constants, written[:] = _constants()
         with torch.no_grad(), _disable_current_modes():  # weights are folded as they are
@@ -101,40 +104,6 @@ def compile_program(
     return compiled if plain else lambda *args: tree_unflatten(list(compiled(*args)), spec)
 
 
-def _without_writes(graph: fx.Graph) -> None:
-    """Put ops that write nothing in the place of those that overwrite an argument which is not read afterwards."""
-    for node in graph.find_nodes(
-        op="call_function", target=torch.ops.higher_order.auto_functionalized_v2
-    ):
-        written: Any = node.args[0]
-        op = FUNCTIONAL.get(written)
-        given = dict(node.kwargs)
-        bases: Any = given.pop("_all_bases", ())
-        names = [
-            one.name
-            for one in written._schema.arguments
-            if one.alias_info is not None and one.alias_info.is_write
-        ]
-        places = {name: given.pop(f"_{name}_base_index", None) for name in names}
-        for name in names:
-            given.pop(f"_{name}_alias", None)
-        read = [user for user in node.users if user.users]
-        first = all(u.target is operator.getitem and u.args[1] == 0 for u in read)
-        if op is None or not first or None in places.values():
-            continue
-        if any(name.startswith("_") for name in given):  # what is written is a part of a tensor
-            continue
-        given.update({name: bases[place] for name, place in places.items()})
-        with graph.inserting_before(node):
-            new = graph.call_function(op, (), given)
-        new.meta["val"] = node.meta["val"][0]
-        for user in read:
-            user.replace_all_uses_with(new)
-        for user in list(node.users):
-            graph.erase_node(user)
-        graph.erase_node(node)
-
-
 def _constants() -> tuple[dict[int, Tensor], list[Tensor]]:
     """Return the inputs in front that become constants, by position, and those that stay inputs."""
     from torch._guards import TracingContext
@@ -159,14 +128,14 @@ def _lowered(
     for position, node in enumerate(placeholders):
         if position in constants:
             hold(graph, node, constants[position])
-        elif val(node) is not None:
+        elif val(node) is not None or is_object(node):
             tensors.append(position)
         elif isinstance(node.meta.get("val"), torch.SymInt):
             symbols.append((position, str(node.meta["val"].node.expr)))
     sizes = [
         (at, dim, str(size.node.expr))
         for at, position in enumerate(tensors)
-        for dim, size in enumerate(val(placeholders[position]).shape)  # type: ignore[union-attr]
+        for dim, size in enumerate(shape_of(placeholders[position]) or ())
         if isinstance(size, torch.SymInt)
     ]
     # What stock code computes as fast is still one step less here.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._library.fake_class_registry import FakeScriptObject
 
 from ipex_core.fusion.aten import val
 from ipex_core.kernels.policy import has_kernel
@@ -18,6 +19,7 @@ from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS
 from ipex_core.precompiled.graph import INT8_CONV
 from ipex_core.precompiled.pointwise import Chain, find_chains
+from ipex_core.precompiled.writes import WRAPPED, writing
 from ipex_core.program import Program, ProgramBuilder, Register
 
 __all__ = ["CHOSEN", "Call", "Plan", "Run", "Size", "Slot", "lower"]
@@ -158,6 +160,11 @@ def is_int8_conv(node: fx.Node) -> bool:
     )
 
 
+def is_object(node: fx.Node) -> bool:
+    """Return whether an input of a graph is an object of another library, which ops take."""
+    return node.op == "placeholder" and isinstance(node.meta.get("val"), FakeScriptObject)
+
+
 class _Unfit(Exception):
     """A node that the instruction of its op does not take."""
 
@@ -251,7 +258,7 @@ class _Lowering:
         inputs: list[int] = []
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                if val(node) is not None:
+                if val(node) is not None or is_object(node):
                     inputs.append(self.slot(node))
             elif node.op == "output":
                 return self.finish(node, tuple(inputs))
@@ -370,8 +377,13 @@ class _Lowering:
         if node.target is operator.getitem:
             raise AssertionError(f"a result of {node.args[0]} that is nowhere")
         self.flush()
-        args = tuple(self.outer(value) for value in node.args)
-        kwargs = tuple((key, self.outer(value)) for key, value in node.kwargs.items())
+        op: Any = node.target
+        positional, named = node.args, dict(node.kwargs)
+        if op is WRAPPED:
+            positional = ()
+            op, named = writing(node)
+        args = tuple(self.outer(value) for value in positional)
+        kwargs = tuple((key, self.outer(value)) for key, value in named.items())
         found = node.meta.get("val")
         if isinstance(found, (list, tuple)):
             results = [-1] * len(found)
@@ -380,7 +392,7 @@ class _Lowering:
                     results[user.args[1]] = self.slot(user)  # type: ignore[index]
         else:
             results = [self.slot(node)]
-        self.steps.append(Call(node.target, args, kwargs, tuple(results)))
+        self.steps.append(Call(op, args, kwargs, tuple(results)))
 
     def outer(self, value: Any) -> Any:
         """Return an argument of a step."""
@@ -390,7 +402,7 @@ class _Lowering:
                 if value not in self.slots:
                     self.constants[self.slot(value)] = held
                 return Slot(self.slots[value])
-            if val(value) is None:
+            if val(value) is None and not is_object(value):
                 return self.outer(value.meta.get("val"))
             return Slot(self.slots[value])
         if isinstance(value, torch.SymInt):

@@ -13,6 +13,7 @@ from torch import Tensor
 from ipex_core.fusion.aten.linear import packed_by_torch
 from ipex_core.precompiled.graph import Input
 from ipex_core.precompiled.lower import CHOSEN, Call, Plan, Run, Size, Slot
+from ipex_core.precompiled.writes import Writing
 
 __all__ = ["Parts", "first_values", "run_plan", "with_packed_linears"]
 
@@ -136,7 +137,7 @@ _ANY_STRIDES = frozenset(
 
 
 def _called(step: Call, values: list[Any], numbers: Sequence[int]) -> Sequence[Any]:
-    any_strides = step.op in _ANY_STRIDES
+    any_strides = isinstance(step.op, Writing) or step.op in _ANY_STRIDES
 
     def given(value: Any) -> Any:
         if isinstance(value, Slot):
