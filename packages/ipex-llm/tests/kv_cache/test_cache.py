@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ipex_llm import kv_cache
 from ipex_llm.kv_cache import LayerShape, PagedCache, Sequences, cache_dtype
 
 SHAPES = [LayerShape(2, 4), LayerShape(2, 4), LayerShape(1, 8)]
@@ -114,3 +115,21 @@ def test_bad_arguments():
         cache_dtype(torch.float64, torch.float32)
     assert cache_dtype("fp8", torch.bfloat16) == torch.float8_e5m2
     assert cache_dtype("fp8_e4m3", torch.bfloat16) == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("anon 7\nfile 100\ninactive_file 30\nactive_file 12\n", 42),
+        ("cache 9\ninactive_file 1\ntotal_inactive_file 30\ntotal_active_file 5\n", 35),
+        ("anon 7\n", 0),
+        ("inactive_file many\n", 0),
+        ("broken\n", 0),
+        (None, 0),
+    ],
+)
+def test_files_that_the_system_keeps_are_no_used_memory(tmp_path, text, wanted):
+    path = tmp_path / "memory.stat"
+    if text is not None:
+        path.write_text(text)
+    assert kv_cache._kept_files(str(path)) == wanted

@@ -51,7 +51,8 @@ def _number(path: str) -> int | None:
 def available_memory() -> int | None:
     """Return the bytes that this process can still use, without swapping; None if the system does not tell.
 
-    On Linux the smaller of what the machine has left and what the control group of the process has left.
+    On Linux the smaller of what the machine has left and what the control group of the process has left. Files that
+    the system keeps in memory count as free: it drops them when the memory is needed.
     """
     found: list[int] = []
     try:
@@ -68,13 +69,26 @@ def available_memory() -> int | None:
     ):
         most, now = _number(limit), _number(used)
         if most is not None and now is not None and most < 1 << 60:
-            found.append(max(most - now, 0))
+            kept = _kept_files(os.path.join(os.path.dirname(used), "memory.stat"))
+            found.append(max(most - max(now - kept, 0), 0))
     if not found and hasattr(os, "sysconf"):
         try:
             found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         except (OSError, ValueError):
             return None
     return min(found, default=None)
+
+
+def _kept_files(path: str) -> int:
+    """Return the bytes of files in memory that a control group counts as its own; 0 if the system does not tell."""
+    names = ("inactive_file", "active_file")
+    try:
+        with open(path, encoding="ascii") as lines:
+            found = dict(line.split(maxsplit=1) for line in lines)
+            # With version 1 the lines of the whole tree have a word more.
+            return sum(int(found.get(f"total_{name}", found.get(name, 0))) for name in names)
+    except (OSError, ValueError):
+        return 0
 
 
 def _status(name: str) -> int:
