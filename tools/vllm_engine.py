@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def start(folder: Path, **options: Any) -> Any:
         "max_num_seqs": 4,
         "kv_cache_memory_bytes": 1 << 25,
         "skip_tokenizer_init": True,
-        "enforce_eager": True,
+        "enforce_eager": not os.environ.get("VLLM_CHECK_COMPILED"),
         **options,
     }
     return LLM(str(folder), **settings)

@@ -103,6 +103,7 @@ def vllm_config(**options: Any) -> Config:
         "lora_config": None,
         "speculative_config": None,
         "model_config": Config(hf_text_config=text),
+        "compilation_config": Config(mode=None, backend=""),
     }
     return Config(**{**parts, **options})
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import json
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ import types
 import pytest
 import torch
 import vllm_stand_in as stand_in
+from safetensors.torch import save_file
 from torch.nn import functional
 
 from ipex_llm.integrations import vllm as plugin
@@ -343,6 +345,8 @@ def test_later_stages_can_receive_before_the_first_run(modules, monkeypatch, fir
     worker = module.IpexWorker(stand_in.vllm_config())
     monkeypatch.setattr(module.CPUWorker, "load_model", lambda self, **options: options)
     monkeypatch.setattr(module, "_first_stage", lambda: first)
+    monkeypatch.setattr(module, "_check_memory", lambda model, parallel: None)
+    worker.model_config = None
 
     def make(**sizes):
         return sizes
@@ -359,6 +363,54 @@ def test_later_stages_can_receive_before_the_first_run(modules, monkeypatch, fir
     made = worker.model_runner.intermediate_tensors
     wanted = {"batch_size": 7, "dtype": torch.float32, "device": "cpu"}
     assert made == (wanted if stages > 1 and not first else None)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(modules, monkeypatch, tmp_path):
+    module = stand_in.ours("worker")
+    weights = {
+        "a": torch.zeros(100, 10, dtype=torch.bfloat16),
+        "b": torch.zeros(50, dtype=torch.int8),
+    }
+    save_file(weights, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"c": torch.zeros(25)}, tmp_path / "model-00002-of-00002.safetensors")
+    save_file(weights, tmp_path / "consolidated.safetensors")  # the same again
+    assert module.weight_bytes(tmp_path, None) == 2000 + 50 + 100
+    assert module.weight_bytes(tmp_path, 2) == 2000 + 50 + 50
+    assert module.weight_bytes(tmp_path, 4) == 4000 + 50 + 100
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"c": "model-00002-of-00002.safetensors"}})
+    )
+    assert module.weight_bytes(tmp_path, 4) == 100
+    (tmp_path / "model.safetensors.index.json").unlink()
+    for damaged in (b"", b"\x10", b"\x05\0\0\0\0\0\0\0[1]xx"):
+        (tmp_path / "model-00003.safetensors").write_bytes(damaged)
+        assert module.weight_bytes(tmp_path, 4) == 0
+    (tmp_path / "model-00003.safetensors").unlink()
+    assert module.weight_bytes(tmp_path / "absent", 4) == 0
+
+    worker = module.IpexWorker(stand_in.vllm_config())
+    monkeypatch.setattr(module.CPUWorker, "load_model", lambda self, **options: "loaded")
+    monkeypatch.setattr(module, "_first_stage", lambda: True)
+    worker.model_runner = types.SimpleNamespace()
+    worker.parallel_config = stand_in.Config(pipeline_parallel_size=1, tensor_parallel_size=1)
+    worker.model_config = types.SimpleNamespace(
+        model=str(tmp_path), dtype=torch.float32, quantization=None, hf_config=None
+    )
+    for free, fits in ((4150, True), (4149, False), (None, True)):
+        monkeypatch.setattr(module, "available_memory", lambda free=free: free)
+        if fits:
+            assert worker.load_model() == "loaded"
+            continue
+        with pytest.raises(MemoryError, match=r"free memory of 4.1 KiB, got 4.1 KiB"):
+            worker.load_model()
+        worker.parallel_config.tensor_parallel_size = 2
+        assert worker.load_model() == "loaded"
+        worker.parallel_config.tensor_parallel_size = 1
+        # Rounded when it is loaded: how small it gets is not in the file.
+        worker.model_config.quantization = "fp8"
+        worker.model_config.hf_config = types.SimpleNamespace()
+        assert worker.load_model() == "loaded"
+        worker.model_config.quantization = None
 
 
 def test_replacements_of_triton_are_registered_once(modules, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from ipex_core.library.spec import FLOATS
-from ipex_llm.integrations.vllm import ranks, speculative_ops
+from ipex_llm.integrations.vllm import compiled, ranks, speculative_ops
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,7 +103,11 @@ class IpexPlatform(CpuPlatform):
             vllm_config.attention_config.backend = registry.AttentionBackendEnum.CPU_MLA
         if model is not None and getattr(model, "has_inner_state", False):
             _check_states(vllm_config)
+        compilation = vllm_config.compilation_config
+        default = getattr(compilation.mode, "name", "") == "VLLM_COMPILE"
         super().check_and_update_config(vllm_config)
+        if default and compilation.mode:
+            compiled.choose(compilation)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
             parallel.worker_cls = "ipex_llm.integrations.vllm.worker.IpexWorker"

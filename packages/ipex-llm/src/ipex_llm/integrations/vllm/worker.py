@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from ipex_core import distributed
 from ipex_core.util import return_free_memory
 from ipex_llm.kv_cache import available_memory, format_bytes
 
-__all__ = ["IpexCommunicator", "IpexWorker", "cache_bytes"]
+__all__ = ["IpexCommunicator", "IpexWorker", "cache_bytes", "weight_bytes"]
 
 _log = logging.getLogger("ipex")
 
@@ -56,6 +58,59 @@ def _forget_absent_nodes(parallel: Any) -> None:
         parallel.assigned_physical_gpu_ids = None
 
 
+def weight_bytes(folder: Path, itemsize: int | None) -> int:
+    """Return the bytes that the weights of a checkpoint take once they are loaded; 0 if they are not known.
+
+    Args:
+        folder: Of the checkpoint, with files of safetensors.
+        itemsize: Bytes of an element of float weights; None: as in the files.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
+        # Some checkpoints have the same weights again in a file of another form.
+        files = [folder / name for name in names] or [
+            *(sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors")))
+        ]
+        total = 0
+        for path in files:
+            with open(path, "rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    wide = tensor["dtype"] in _FLOATS and itemsize is not None
+                    begin, end = tensor["data_offsets"]
+                    total += (
+                        (end - begin) * itemsize // _FLOATS[tensor["dtype"]]
+                        if wide
+                        else end - begin
+                    )
+        return total
+    except (OSError, ValueError, KeyError, TypeError):  # vLLM says what is wrong with them
+        return 0
+
+
+#: Dtypes of safetensors that are loaded in the dtype of the model, and their bytes.
+_FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+
+def _check_memory(model: Any, parallel: Any) -> None:
+    """Refuse weights that do not fit, before they are read."""
+    quantized = getattr(model, "quantization", None) is not None
+    smaller = quantized and getattr(model.hf_config, "quantization_config", None) is None
+    free, folder = available_memory(), Path(str(model.model))
+    if free is None or smaller or not folder.is_dir():
+        return
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    need = weight_bytes(folder, model.dtype.itemsize) // ranks
+    if need > free:
+        raise MemoryError(
+            f"vLLM plug-in: the weights of a rank must fit the free memory of {format_bytes(free)}, got"
+            f" {format_bytes(need)}: free memory, take weights of fewer bits or --dtype bfloat16, or more ranks on more"
+            " machines"
+        )
+
+
 class IpexWorker(CPUWorker):
     """A worker that plans with the memory that is free, not with a share of the whole machine."""
 
@@ -76,7 +131,12 @@ class IpexWorker(CPUWorker):
 
         vLLM makes them in a first run, which its CPU backend leaves out where nothing is compiled: the first request
         would fail.
+
+        Raises:
+            MemoryError: The weights of this rank are larger than the memory that is free. Without this the system would
+                kill the process while it reads them.
         """
+        _check_memory(self.model_config, self.parallel_config)
         result = super().load_model(*args, **kwargs)
         return_free_memory()
         runner = self.model_runner
