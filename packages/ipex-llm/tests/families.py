@@ -49,6 +49,8 @@ UNPROVEN: frozenset[str] = frozenset(
 
 _CONFIG_NAMES = {
     "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Gemma4Unified": "Gemma4UnifiedTextConfig",
     "Llama4": "Llama4TextConfig",
     "Phimoe": "PhimoeConfig",
 }
@@ -78,6 +80,8 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.copy_(noise(buffer.shape, 0.1))
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(1.0 + noise(buffer.shape, 0.15))
     return model.eval()
 
 

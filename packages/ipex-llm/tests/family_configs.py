@@ -127,6 +127,20 @@ def _mpt(**attention: Any) -> dict[str, Any]:
 
 
 #: Name -> (prefix of the classes in transformers, arguments of the config).
+_GEMMA4: dict[str, Any] = {
+    **BASE,
+    **FOUR_LAYERS,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**BASE}),
     "llama_tied": ("Llama", {**BASE, "tie_word_embeddings": True}),
@@ -177,6 +191,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_pattern": 3,
             "tie_word_embeddings": True,
         },
+    ),
+    # Keys as values, larger heads and a rotation of a share of the frequencies in the last layer.
+    "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        {k: v for k, v in _GEMMA4.items() if k != "hidden_size_per_layer_input"},
     ),
     "phi": ("Phi", {**BASE, **_MHA}),
     "phi_qk_norm": ("Phi", {**BASE, **_MHA, "qk_layernorm": True}),

@@ -22,6 +22,7 @@ NAMES = [
         "mistral",
         "gemma2",
         "gemma3",
+        "gemma4",
         "gpt2",
         "gptj",
         "bloom",

@@ -183,7 +183,7 @@ def test_streamer_and_stopping_criteria():
     assert streamer.tokens == out[0].tolist() and streamer.ended
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "mpt", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma4", "mpt", "bloom"])
 def test_gaps_in_the_mask(name):
     """Sliding windows and the ALiBi of MPT count the places that are hidden between tokens."""
     if name in UNPROVEN:

@@ -73,7 +73,7 @@ def stepwise(model: Any, ids: Tensor, start: int) -> Tensor:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma4", "gpt2", "qwen3_moe"])
 def test_packed_texts_do_not_see_each_other(name: str, cached: bool) -> None:
     if name not in FAMILIES:
         pytest.skip("not in this transformers")

@@ -211,6 +211,14 @@ def _longrope(c: _Context) -> tuple[Tensor, float]:
     return c.series() / factors, attention
 
 
+def _proportional(c: _Context) -> tuple[Tensor, float]:
+    """Gemma 4: of all pairs of a head, a share of the fastest turns, the others stand still."""
+    angles = int(c.number("partial_rotary_factor", 1.0) * c.dim // 2)
+    frequencies = c.series() / c.number("factor", 1.0)
+    frequencies[angles:] = 0.0
+    return frequencies, 1.0
+
+
 _KINDS: dict[str, Callable[[_Context], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -218,6 +226,7 @@ _KINDS: dict[str, Callable[[_Context], tuple[Tensor, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 #: Names that `rope_tables` knows: values of ``rope_type`` in configurations.

@@ -33,6 +33,8 @@ __all__ = [
     "ScanPlan",
     "SelectivePlan",
     "SidePlan",
+    "TokenBlockPlan",
+    "TokenRowsPlan",
     "linear_modules",
     "projections",
 ]
@@ -93,7 +95,7 @@ class LinearPlan:
 class RopePlan:
     """Rotary embedding; the tables come from `ipex_core.nn.rope.rope_tables`, or are given."""
 
-    kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope"
+    kind: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"
     dim: int  # rotated elements of a head
     base: float
     scaling: dict[str, object] | None
@@ -162,6 +164,12 @@ class AttentionPlan:
     latent: LatentPlan | None = None  # `kv_heads` is 1 then
     #: `qkv` gives a row of gates as wide as all queries behind the values; their sigmoid multiplies what is attended.
     gated: bool = False
+    value_norm: NormPlan | None = None  # over head_dim
+    #: `qkv` gives no rows of values: they are the keys before norm and rotation (Gemma 4).
+    keys_as_values: bool = False
+    #: Index of the layer whose cached keys and values are read; `qkv` gives queries alone then (Gemma 4). The norms of
+    #: keys and values, and `keys_as_values`, are then of that layer.
+    source: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,6 +310,34 @@ class SidePlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TokenBlockPlan:
+    """A block behind the mlp that brings in the layer's part of `TokenRowsPlan`: ``norm(output(act(gate(h)) * part))``.
+
+    (Gemma 4's embeddings for each layer.)
+    """
+
+    gate: LinearPlan
+    output: LinearPlan
+    norm: NormPlan
+    activation: Activation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenRowsPlan:
+    """What each token brings for each layer, ``[layers, width]``.
+
+    ``scale * (norm(projection(h)) + table_scale * table[token])``; `h` is what the first layer reads.
+    """
+
+    table: nn.Module  # weight [vocab, layers * width]
+    table_scale: float
+    projection: LinearPlan  # rows: of all layers, one behind the other
+    norm: NormPlan  # over `width`
+    width: int
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerPlan:
     """One decoder layer; `attention` may be another block that mixes tokens, with a state.
 
@@ -329,13 +365,17 @@ class LayerPlan:
     side: SidePlan | None = None
     #: The residual is what the norm (of either block) gave, not what it read (Bloom's option).
     residual_after_norm: bool = False
+    #: Factor on the stream behind all blocks (Gemma 4).
+    stream_scale: float = 1.0
+    token_block: TokenBlockPlan | None = None
 
     @property
     def cached(self) -> AttentionPlan | None:
         """The attention of the layer that has keys and values in the cache, or None."""
         if self.side is not None:
             return self.side.attention
-        return self.attention if isinstance(self.attention, AttentionPlan) else None
+        own = isinstance(self.attention, AttentionPlan) and self.attention.source is None
+        return self.attention if own else None  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -357,6 +397,7 @@ class DecoderPlan:
     output_projection: LinearPlan | None = None  # OPT's project_out
     position_embedding: nn.Module | None = None
     position_offset: int = 0  # row of position 0
+    token_rows: TokenRowsPlan | None = None
     #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm.optimization.proof`.
     stock_calls: frozenset[str] = frozenset()
     logit_scale: float = 1.0

@@ -32,6 +32,7 @@ from ipex_llm.arch import (
     ScanPlan,
     SelectivePlan,
     SidePlan,
+    TokenRowsPlan,
 )
 
 Tensor = torch.Tensor
@@ -137,8 +138,11 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
         qkv, gates = qkv.split([qkv.shape[-1] - plan.heads * width, plan.heads * width], dim=-1)
         plain = dataclasses.replace(plan, gated=False, clip_qkv=None)
         return attend(plain, qkv) * torch.sigmoid(gates)
+    if plan.keys_as_values:
+        qkv = torch.cat([qkv, qkv[:, plan.heads * width :]], dim=-1)
     heads = qkv.reshape(length, plan.heads + 2 * plan.kv_heads, width)
     query, key, value = heads.split([plan.heads, plan.kv_heads, plan.kv_heads], dim=1)
+    value = run_norm(plan.value_norm, value)
     if not plan.norm_after_rope:
         query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
     if plan.rope is not None:
@@ -415,12 +419,51 @@ def _run_side(plan: SidePlan, h: Tensor, embedded: Tensor) -> Tensor:
     return run_linear(plan.output, run_mlp(plan.mlp, run_norm(plan.mlp_norm, x)))
 
 
-def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any, embedded: Tensor) -> Tensor:
+def _token_rows(plan: TokenRowsPlan, h: Tensor, ids: Tensor) -> Tensor:
+    """Return what tokens bring for each layer, ``[T, layers, width]``."""
+    table: Any = plan.table.weight
+    rows = run_linear(plan.projection, h).unflatten(-1, (-1, plan.width))
+    own = functional.embedding(ids, table).float().view_as(rows) * plan.table_scale
+    return (run_norm(plan.norm, rows) + own) * plan.scale
+
+
+def with_shared_rows(plan: AttentionPlan, qkv: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
+    """Return the rows of an attention with the keys and values of the layer that it reads.
+
+    Args:
+        plan: The attention.
+        qkv: What its own projections give.
+        rows: The same of layers before, by their index.
+    """
+    if plan.source is None:
+        return qkv
+    other = rows[plan.source]
+    width = (1 if plan.keys_as_values else 2) * plan.kv_heads * plan.head_dim
+    return torch.cat([qkv.float(), other[:, other.shape[-1] - width :].float()], dim=-1)
+
+
+def _run_layer(
+    plan: LayerPlan,
+    h: Tensor,
+    parallel: Any,
+    embedded: Tensor,
+    index: int = 0,
+    kept: dict[int, Tensor] | None = None,
+    part: Tensor | None = None,
+) -> Tensor:
     if plan.attention is None:
         return h + _feed_forward(plan, run_norm(plan.mlp_norm, h), parallel)
     read = h if plan.side is None else h + _run_side(plan.side, h, embedded)
     x = run_norm(plan.input_norm, read)
-    attention = _sum(parallel, run_attention(plan.attention, x))
+    if isinstance(plan.attention, AttentionPlan):
+        rows = run_linear(plan.attention.qkv, x)
+        kept = {} if kept is None else kept
+        kept[index] = rows
+        rows = with_shared_rows(plan.attention, rows, kept)
+        attention = run_linear(plan.attention.output, attend(plan.attention, rows))
+    else:
+        attention = run_attention(plan.attention, x)
+    attention = _sum(parallel, attention)
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
     if plan.beside is not None:
         attention = attention + run_attention(plan.beside, x)
@@ -431,7 +474,13 @@ def _run_layer(plan: LayerPlan, h: Tensor, parallel: Any, embedded: Tensor) -> T
     if plan.mlp is None:
         return h
     x = run_norm(plan.mlp_norm, h)
-    return (x if plan.residual_after_norm else h) + _feed_forward(plan, x, parallel)
+    h = (x if plan.residual_after_norm else h) + _feed_forward(plan, x, parallel)
+    if plan.token_block is not None:
+        block = plan.token_block
+        assert part is not None
+        x = activate(block.activation, run_linear(block.gate, h)) * part
+        h = h + run_norm(block.norm, run_linear(block.output, x))
+    return h * plan.stream_scale
 
 
 def _embed(plan: DecoderPlan, ids: Tensor) -> Tensor:
@@ -467,8 +516,11 @@ def run_plan(plan: DecoderPlan, input_ids: Tensor) -> Tensor:
 
 def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
     h = embedded = _embed(plan, ids)
-    for layer in plan.layers:
-        h = _run_layer(layer, h, plan.parallel, embedded)
+    kept: dict[int, Tensor] = {}
+    parts = None if plan.token_rows is None else _token_rows(plan.token_rows, h, ids)
+    for index, layer in enumerate(plan.layers):
+        part = None if parts is None else parts[:, index]
+        h = _run_layer(layer, h, plan.parallel, embedded, index, kept, part)
     h = run_norm(plan.final_norm, h)
     if plan.output_projection is not None:
         h = run_linear(plan.output_projection, h)

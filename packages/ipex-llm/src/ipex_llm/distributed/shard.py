@@ -184,6 +184,15 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
         raise OpArgumentError(
             "optimize: model must have attention without gates to be divided, got gated attention"
         )
+    if layer.token_block is not None or a.source is not None:
+        raise OpArgumentError(
+            "optimize: model must have layers that read the stream alone to be divided, got one that reads the tokens,"
+            " or the keys and values of another layer"
+        )
+    if a.keys_as_values:
+        raise OpArgumentError(
+            "optimize: model must have projections to values to be divided, got attention whose values are its keys"
+        )
     if a.latent is not None:
         raise OpArgumentError(
             "optimize: model must have projections to keys and values to be divided, got latent attention"

@@ -251,7 +251,7 @@ class Runner:
         )
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the rows ``[T, H]`` that the first layer reads."""
+        """Return the rows ``[T, H]`` that the first layer reads, and behind them what tokens bring for each layer."""
         plan = self.plan
         weight: Any = plan.embedding._parameters["weight"]
         if isinstance(weight, PlannedWeight) and weight.whole:
@@ -262,7 +262,13 @@ class Runner:
             h = h.to(self.dtype)
         if plan.embedding_scale != 1.0:
             h = h * torch.tensor(plan.embedding_scale, dtype=self.dtype)
-        return self.place(h, positions)
+        h = self.place(h, positions)
+        rows = plan.token_rows
+        if rows is None:
+            return h
+        table: Any = rows.table._parameters["weight"]
+        own = torch.nn.functional.embedding(tokens, table.detach()).to(self.dtype)
+        return torch.cat([h, own * torch.tensor(rows.table_scale, dtype=self.dtype)], dim=1)
 
     def place(self, h: Tensor, positions: Tensor) -> Tensor:
         """Project token embeddings and add position embeddings, where the model does."""
@@ -302,7 +308,12 @@ class Runner:
         own = None if cache.dtype == self.dtype else cache.dtype
         lora = None if adapters is None else self._lora
         program = self._program(mode, logits, own, states is not None, lora)
-        inputs: list[Any] = [hidden, positions, step.slots, step.tables]
+        inputs: list[Any] = [hidden]
+        width = self.plan.hidden_size
+        if self.plan.token_rows is not None:
+            inputs = [hidden[:, :width].contiguous(), hidden[:, width:].contiguous()]
+        place = len(inputs)
+        inputs += [positions, step.slots, step.tables]
         if singles:
             inputs.append(step.lengths)
         else:
@@ -316,7 +327,7 @@ class Runner:
             cos, sin, at = rope.tables(positions, step.longest, length)
             inputs += [cos, sin]
         if self._ropes:
-            inputs[1] = at
+            inputs[place] = at
         for temperature in self.emitter.temperatures:
             inputs.append(query_factors(positions, temperature).view(-1, 1, 1))
         inputs += cache.tensors

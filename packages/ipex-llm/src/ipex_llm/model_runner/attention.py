@@ -43,15 +43,19 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
     """
     b = writer.b
     heads, kv, d = a.heads, a.kv_heads, a.head_dim
+    if a.source is not None:
+        return _write_shared(writer, a, qkv)
     gates: Register | None = None
     if a.gated:
         width = (heads + 2 * kv) * d
         gates = b.call("narrow", qkv, 1, width, heads * d)
         qkv = b.call("narrow", qkv, 1, 0, width)
-    rows = b.call("reshape", qkv, [0, heads + 2 * kv, d])
+    rows = b.call("reshape", qkv, [0, heads + (1 if a.keys_as_values else 2) * kv, d])
     q = b.call("narrow", rows, 1, 0, heads)
     k = b.call("narrow", rows, 1, heads, kv)
-    v = b.call("narrow", rows, 1, heads + kv, kv)
+    v = k if a.keys_as_values else b.call("narrow", rows, 1, heads + kv, kv)
+    if a.value_norm is not None:  # before keys are rotated in place
+        v = writer.norm(a.value_norm, v)
     if not a.norm_after_rope:
         q = _head_norm(writer, a, a.query_norm, q, heads)
         k = _head_norm(writer, a, a.key_norm, k, kv)
@@ -84,6 +88,21 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
     if gates is not None:
         opened = [POINTWISE.index("sigmoid"), 1, -1, -1, POINTWISE.index("mul"), 0, 2, -1]
         result = b.call("pointwise", [result, gates], opened, [], writer.e.store.dtype)
+    return result
+
+
+def _write_shared(writer: Any, a: AttentionPlan, queries: Register) -> Register:
+    """Write an attention to the keys and values that a layer before has cached."""
+    b, heads, rope = writer.b, a.heads, a.rope
+    q = b.call("reshape", queries, [0, heads, a.head_dim])
+    q = _head_norm(writer, a, a.query_norm, q, heads)
+    if rope is not None:
+        cos, sin = writer.ropes[repr(rope)]
+        unused = b.call("narrow", b.call("empty_like", q), 1, 0, 1)  # where the keys would be
+        b.call("rotary_embedding", q, unused, sin, cos, rope.dim, rope.half, writer.positions)
+    out = b.call("empty_like", q)
+    attend(writer, a.source, a, out, q)
+    result: Register = b.call("reshape", out, [0, heads * a.head_dim])
     return result
 
 

@@ -35,6 +35,7 @@ from ipex_llm.arch import (
     NormPlan,
     SelectivePlan,
     SidePlan,
+    TokenBlockPlan,
     projections,
 )
 from ipex_llm.model_runner.attention import (
@@ -87,6 +88,7 @@ class LayerWeights:
     #: Of the attention and the mlp at the side, and what is behind them.
     side: LayerWeights | None = None
     last: Linear | None = None
+    token_block: tuple[Linear, Linear] | None = None
 
 
 class Emitter:
@@ -110,6 +112,8 @@ class Emitter:
             _check(layer)
         self.before = self._linear(plan.embedding_projection)
         self.layers = [self._pack(layer) for layer in plan.layers]
+        rows = plan.token_rows
+        self.token_rows = None if rows is None else store.linear(rows.projection)
         self.after = self._linear(plan.output_projection)
         self.head = self._linear(plan.head)
         self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
@@ -146,6 +150,9 @@ class Emitter:
                 packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
         elif mlp is not None:
             packed.mlp = self._mlp(mlp)
+        if layer.token_block is not None:
+            block = layer.token_block
+            packed.token_block = store.linear(block.gate), store.linear(block.output)
         return_free_memory()
         return packed
 
@@ -177,7 +184,8 @@ class Emitter:
     ) -> Program:
         """Write a program.
 
-        Its inputs are ``hidden`` [T, H] (embeddings of the tokens), ``positions`` [T], ``slots`` [T], ``tables``
+        Its inputs are ``hidden`` [T, H] (embeddings of the tokens), with `DecoderPlan.token_rows` the rows of the
+        tokens in its table, ``positions`` [T], ``slots`` [T], ``tables``
         [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R]
         with ``logits``; cosines and sines of each rotation; the factors on queries [T, 1, 1] of each temperature; the
         tensors of the cache layer by layer; the integers
@@ -211,6 +219,10 @@ class Emitter:
                 first, last = projections(layer.beside)
                 yield PackedLinear(packed.beside.qkv, (first,), False)
                 yield PackedLinear(packed.beside.output, (last,), False)
+            if packed.token_block is not None:
+                assert layer.token_block is not None
+                yield PackedLinear(packed.token_block[0], (layer.token_block.gate,), False)
+                yield PackedLinear(packed.token_block[1], (layer.token_block.output,), False)
             latent = latent_of(layer.attention)
             if packed.latent is not None and packed.latent.query is not None:
                 assert latent is not None and latent.query is not None
@@ -260,6 +272,9 @@ def _check(layer: LayerPlan) -> None:
     mlp = layer.mlp
     if layer.side is not None:
         check_mlp(layer.side.mlp)
+    block = layer.token_block
+    if block is not None and block.activation not in (*EPILOGUES, *SEPARATE):
+        raise UnsupportedPlan(f"activation {block.activation!r}")
     if isinstance(mlp, ExpertsPlan):
         if mlp.scale_input and mlp.top_k != 1:
             raise UnsupportedPlan("the weights of several experts multiply their input")
@@ -299,7 +314,8 @@ def unsupported_reason(
 
 def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
-    for linear in (plan.embedding_projection, plan.output_projection, plan.head):
+    rows = None if plan.token_rows is None else plan.token_rows.projection
+    for linear in (plan.embedding_projection, rows, plan.output_projection, plan.head):
         if linear is not None:
             yield (linear,), False
     for layer in plan.layers:
@@ -311,6 +327,9 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             yield (layer.attention.step,), False
         for linear in () if layer.beside is None else projections(layer.beside):
             yield (linear,), False
+        if layer.token_block is not None:
+            yield (layer.token_block.gate,), False
+            yield (layer.token_block.output,), False
         if layer.side is not None:
             block = layer.side.mlp
             others = *projections(layer.side.attention), layer.side.output
@@ -380,6 +399,7 @@ class Writer:
         self.cache_scales = cache_scales
         self.own_cache = cache_dtype in (None, emitter.store.dtype)
         self.hidden = b.input("hidden")
+        self.tokens = None if self.plan.token_rows is None else b.input("rows of tokens")
         self.positions = b.input("positions")
         self.slots = b.input("slots")
         self.tables = b.input("tables")
@@ -401,7 +421,10 @@ class Writer:
             if attention is not None and not isinstance(attention, AttentionPlan):
                 mixer = attention
             states_of = () if mixer is None else state_parts(mixer)
-            self.caches.append(tuple(b.input(f"{part} {i}") for part in rows))
+            own = tuple(b.input(f"{part} {i}") for part in rows)
+            if isinstance(attention, AttentionPlan) and attention.source is not None:
+                own = self.caches[attention.source]
+            self.caches.append(own)
             self.state_caches.append(tuple(b.input(f"{part} {i}") for part in states_of))
         #: Where texts begin in the rows, how long they are, and their rows in layers with a state.
         self.texts: tuple[Register, ...] = ()
@@ -431,6 +454,7 @@ class Writer:
         if plan.embedding_norm is not None:
             h = self.norm(plan.embedding_norm, h)
         self.embedded = h
+        self.parts = self._token_rows(h)
         pending: Register | None = None  # what the last block adds to the stream
         for index, layer in enumerate(plan.layers):
             h, pending = self.layer(index, layer, e.layers[index], h, pending)
@@ -458,6 +482,30 @@ class Writer:
             y = b.call("tanh", b.call("mul", y, 1.0 / plan.logit_softcap))
             y = b.call("mul", y, plan.logit_softcap)
         return b.build([y])
+
+    def _token_rows(self, h: Register) -> Register | None:
+        """Write what tokens bring for each layer, side by side."""
+        plan, b = self.plan.token_rows, self.b
+        if plan is None:
+            return None
+        assert self.e.token_rows is not None and self.tokens is not None
+        rows = self.linear(self.e.token_rows, h)
+        rows = b.call("reshape", rows, [0, len(self.plan.layers), plan.width])
+        rows = b.call("reshape", self.norm(plan.norm, rows), [0, -1])
+        result: Register = b.call("mul", b.call("add", rows, self.tokens), plan.scale)
+        return result
+
+    def _token_block(
+        self, index: int, block: TokenBlockPlan, w: LayerWeights, h: Register
+    ) -> Register:
+        """Write the block that brings in a layer's part of what tokens bring; return the stream."""
+        rows = self.plan.token_rows
+        assert rows is not None and w.token_block is not None and self.parts is not None
+        gate = _activated(self, block.activation, w.token_block[0], h)
+        part = self.b.call("narrow", self.parts, 1, index * rows.width, rows.width)
+        y = self.linear(w.token_block[1], self.b.call("mul", gate, part))
+        result: Register = self.b.call("add", h, self.norm(block.norm, y))
+        return result
 
     # ----------------------------------------------------------------------------------------------------- small parts
 
@@ -568,7 +616,15 @@ class Writer:
         y, h = self._normed(layer.mlp_norm, h, rest)
         if layer.residual_after_norm:
             h = y
-        return self.mlp(layer, w, y, h)
+        h, rest = self.mlp(layer, w, y, h)
+        if layer.stream_scale == 1.0 and layer.token_block is None:
+            return h, rest
+        total = h if rest is None else self.b.call("add", h, rest)
+        if layer.token_block is not None:
+            total = self._token_block(index, layer.token_block, w, total)
+        if layer.stream_scale != 1.0:
+            total = self.b.call("mul", total, layer.stream_scale)
+        return total, None
 
     def _block(
         self,

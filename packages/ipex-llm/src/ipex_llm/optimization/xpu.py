@@ -59,6 +59,7 @@ def optimize_on_xpu(
         ]
         if isinstance(layer.attention, AttentionPlan):
             norms += [layer.attention.query_norm, layer.attention.key_norm]
+            norms.append(layer.attention.value_norm)
         if isinstance(layer.mlp, MlpPlan):
             _fuse_mlp(layer.mlp, parents)
     for norm in norms:

@@ -135,7 +135,13 @@ def _output_class() -> Any:
     # From transformers 5.24 on the cache is called so.
     stock = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
     cache = "cache" if "cache" in stock else "past_key_values"
-    others = ("hidden_states", "attentions", "cross_attentions", "router_logits")
+    others = (
+        "hidden_states",
+        "attentions",
+        "cross_attentions",
+        "router_logits",
+        "shared_kv_states",
+    )
     return dataclasses.make_dataclass(
         "IpexDecoderOutput",
         [(name, Any, None) for name in ("last_hidden_state", cache, *others)],
@@ -266,6 +272,8 @@ class DecoderMixin(nn.Module):
         assert first is not None
         if first.numel() == 0 or first.dim() != (2 if embeds is None else 3):
             raise Reason("the input is empty or of another shape")
+        if embeds is not None and runner.plan.token_rows is not None:
+            raise Reason("inputs_embeds of a model whose layers read the tokens")
         if embeds is not None and runner.plan.embedding_scale != 1.0:
             raise Reason("inputs_embeds of a model that scales its embeddings")
         if first.device.type != "cpu":

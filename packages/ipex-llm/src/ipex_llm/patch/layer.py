@@ -433,7 +433,7 @@ class LayerMixin(nn.Module):
             raise Reason("hidden_states is not [batch, tokens, width]")
         if hidden.dtype != runner.dtype or hidden.device.type != "cpu":
             raise Reason(f"hidden_states is {hidden.dtype} on {hidden.device}")
-        for name in ("output_attentions", "output_router_logits"):
+        for name in ("output_attentions", "output_router_logits", "return_shared_kv_states"):
             if kwargs.get(name) or _option(facts.config, name):
                 raise Reason(f"argument {name}")
         for module, known in record_of(self).patch.hooks:

@@ -78,7 +78,8 @@ def _projections(
     inner = [item for item in found if same(trace.input(item[1]), source)]
     outer = [item for item in found if not same(trace.input(item[1]), source)]
     gates = sum(bool(_GATE.match(name)) for name, _ in inner)
-    if len(outer) != 1 or len(inner) not in (1, 3, 3 + gates):
+    both = gates == 0 and len(inner) == 2  # the keys are the values, too
+    if len(outer) != 1 or not (both or len(inner) in (1, 3, 3 + gates)):
         names = ", ".join(name for name, _ in found)
         raise trace.error(
             attention, f"has linear layers ({names}) that are not projections to q, k, v and out"
@@ -92,7 +93,9 @@ def _order_parts(
     if len(inner) == 1:
         return [inner[0][1]]
     parts = []
-    for pattern in _PARTS.values():
+    for part, pattern in _PARTS.items():
+        if part == "v" and len(inner) == 2:
+            break
         matching = [m for name, m in inner if re.search(pattern, name.split(".")[-1])]
         if len(matching) != 1:
             names = ", ".join(name for name, _ in inner)
@@ -166,7 +169,8 @@ def scales_of(config: Config, attention: nn.Module, width: int, index: int) -> l
 
 def _norms(
     trace: Trace, attention: nn.Module, head_dim: int
-) -> tuple[NormPlan | None, NormPlan | None, str]:
+) -> tuple[NormPlan | None, NormPlan | None, NormPlan | None, str]:
+    """Return the norms of queries, keys and values, and what the former two go over."""
     found: dict[str, nn.Module] = {}
     for name, module in attention.named_modules():
         leaf = name.split(".")[-1]
@@ -174,16 +178,18 @@ def _norms(
             continue
         if leaf.startswith("qk"):
             found["q"] = found["k"] = module
-        elif leaf.startswith(("q", "k")):
+        elif leaf.startswith(("q", "k", "v")):
             found[leaf[0]] = module
         else:
-            raise trace.error(module, "is a norm within attention that is not one of q or k")
+            raise trace.error(module, "is a norm within attention that is not one of q, k or v")
     if not found:
-        return None, None, "head"
-    query, key = (match_norm(trace, found[n]) if n in found else None for n in ("q", "k"))
+        return None, None, None, "head"
+    query, key, value = (match_norm(trace, found[n]) if n in found else None for n in "qkv")
+    if value is not None and trace.inputs[found["v"]].shape[-1] != head_dim:
+        raise trace.error(found["v"], "is a norm of values that goes over more than one head")
     first = next(iter(found.values()))
     over = "head" if trace.inputs[first].shape[-1] == head_dim else "all"
-    return query, key, over
+    return query, key, value, over
 
 
 def _number(config: Config, attention: nn.Module, *names: str) -> float | None:
@@ -233,7 +239,8 @@ def match_attention(
     # A gate may have a projection of its own, or be what the queries' gives beside each head (Qwen3-Next).
     beside = len(parts) == 4
     gated = beside or (len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width)
-    rest, odd = divmod(qkv.shape[-1] - width * (1 + gated), 2 * head_dim)
+    alone = len(parts) == 2  # no rows of values
+    rest, odd = divmod(qkv.shape[-1] - width * (1 + gated), (1 if alone else 2) * head_dim)
     if odd or rest < 1 or heads % rest:
         raise trace.error(
             attention, f"{qkv.shape[-1]} rows of q, k and v do not make {heads} heads"
@@ -247,7 +254,9 @@ def match_attention(
         qkv = qkv * keys.to(qkv)
     kinds = config.get("layer_types")
     kind = kinds[index] if kinds is not None and index < len(kinds) else None
-    query_norm, key_norm, over = _norms(trace, attention, head_dim)
+    query_norm, key_norm, value_norm, over = _norms(trace, attention, head_dim)
+    if alone and (key_norm is None or value_norm is None):
+        raise trace.error(attention, "has no projection to values, and no norms of keys and values")
     sinks = getattr(attention, "sinks", None)
     base = AttentionPlan(
         projection,
@@ -264,6 +273,8 @@ def match_attention(
         sinks=sinks if isinstance(sinks, Tensor) else None,
         clip_qkv=_number(config, attention, "clip_qkv"),
         gated=gated,
+        value_norm=value_norm,
+        keys_as_values=alone,
     )
     ropes: list[RopePlan | None] = [
         *match_ropes(trace, config, decoder, attention, kind, head_dim),

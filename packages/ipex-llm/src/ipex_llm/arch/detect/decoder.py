@@ -231,7 +231,7 @@ def match_layer(
         post_mlp_norm=flow.plan(after_mlp),
         beside=beside,
     )
-    found = _parallel(flow, plan) or _sequential(flow, plan)
+    found = _parallel(flow, plan) or _sequential(flow, plan) or _scaled_stream(flow, plan)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
     ):
@@ -241,6 +241,22 @@ def match_layer(
     if spare and found.last_norm is None:
         raise trace.error(spare[0], "is a norm at a place that is not understood")
     return found
+
+
+def _scaled_stream(flow: _Flow, plan: LayerPlan) -> Layer | None:
+    """Return the plan of a layer that multiplies all it gives with a number it has, or None."""
+    numbers = [
+        float(value.detach())
+        for value in (*plan.module._buffers.values(), *plan.module._parameters.values())
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+    ]
+    if len(numbers) != 1 or numbers[0] == 0.0 or plan.beside is not None:
+        return None
+    y = (flow.y.float() / numbers[0]).to(flow.y.dtype)
+    found = _sequential(dataclasses.replace(flow, y=y), plan)
+    if found is None or found.plan.residual_after_norm or found.plan.residual_scale != 1.0:
+        return None
+    return Layer(dataclasses.replace(found.plan, stream_scale=numbers[0]))
 
 
 def _side_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:

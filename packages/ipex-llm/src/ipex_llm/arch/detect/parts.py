@@ -129,6 +129,8 @@ def _frequencies(owner: nn.Module, kind: str | None, deep: bool) -> list[torch.T
 def _dimension(
     config: Config, attention: nn.Module, parameters: Mapping[str, Any], head_dim: int
 ) -> int:
+    if parameters.get("rope_type") == "proportional":  # the share is one of frequencies
+        return head_dim
     for name in ("rotary_ndims", "rotary_dim"):
         value = getattr(attention, name, None)
         if isinstance(value, int) and value > 0:

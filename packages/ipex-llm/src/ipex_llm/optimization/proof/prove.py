@@ -139,6 +139,9 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.norm_after_rope,
         plan.temperature is None,
         plan.gated,
+        plan.value_norm is None,
+        plan.keys_as_values,
+        plan.source is None,
     )
 
 
@@ -156,6 +159,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.post_mlp_norm is None,
         plan.parallel,
         plan.residual_after_norm,
+        plan.token_block is None,
     ]
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]

@@ -339,6 +339,8 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     for name, buffer in model.named_buffers():
         if name.endswith("bias") and buffer.is_floating_point() and buffer.ndim == 1:
             buffer.copy_(noise(buffer.shape, 0.3))  # of routers
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(1.0 + noise(buffer.shape, 0.15))
     return model.eval()
 
 
