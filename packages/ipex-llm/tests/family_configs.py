@@ -127,10 +127,11 @@ def _mpt(**attention: Any) -> dict[str, Any]:
 
 
 #: Name -> (prefix of the classes in transformers, arguments of the config).
+_SLIDING = "sliding_attention"
 _GEMMA4: dict[str, Any] = {
     **BASE,
     **FOUR_LAYERS,
-    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "layer_types": [_SLIDING] * 3 + ["full_attention"],
     "head_dim": 16,
     "global_head_dim": 32,
     "num_global_key_value_heads": 1,
@@ -194,6 +195,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Keys as values, larger heads and a rotation of a share of the frequencies in the last layer.
     "gemma4": ("Gemma4", _GEMMA4),
+    # Each token brings something for each layer; the last two layers read keys and values of layers before.
+    "gemma4_shared": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [_SLIDING, "full_attention", _SLIDING, _SLIDING, "full_attention"],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
     "gemma4_unified": (
         "Gemma4Unified",
         {k: v for k, v in _GEMMA4.items() if k != "hidden_size_per_layer_input"},

@@ -47,6 +47,8 @@ CASES = {
         "attention_factor": 1.25,
         "original_max_position_embeddings": 512,
     },
+    "proportional": {"partial_rotary_factor": 0.25},
+    "proportional-factor": {"partial_rotary_factor": 0.6, "factor": 2.0},
 }
 
 
@@ -103,6 +105,8 @@ def test_equals_transformers(case, positions):
             }
         },
     )
+    if kind not in utils.ROPE_INIT_FUNCTIONS:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     original = scaling.get("original_max_position_embeddings")
     if kind == "yarn" and scaling["factor"] and version < (4, 56):
         # It ignores the factor where it knows the original positions.

@@ -19,7 +19,7 @@ from torch import nn
 from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
 from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes, with_factor
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
-from ipex_llm.arch.reference import attend
+from ipex_llm.arch.reference import attend, with_shared_rows
 
 Tensor = torch.Tensor
 
@@ -215,6 +215,7 @@ def match_attention(
     attention: nn.Module,
     index: int,
     hint: list[AttentionPlan],
+    earlier: Mapping[int, AttentionPlan] | None = None,
 ) -> AttentionPlan:
     """Return the plan of the attention of layer `index`.
 
@@ -225,6 +226,7 @@ def match_attention(
         attention: The module.
         index: Of the layer.
         hint: Plans of layers before; their settings are tried first.
+        earlier: Plans of all layers before that have keys and values of their own, by index.
 
     Raises:
         MatchError: Projections are not understood, or no candidate gives what the module gave.
@@ -235,6 +237,8 @@ def match_attention(
     width = expected.shape[-1]
     head_dim = _head_dim(config, attention, width)
     heads = width // head_dim
+    if len(parts) == 1 and trace.output(parts[0]).shape[-1] == width:
+        return _match_shared(trace, attention, parts[0], output, head_dim, earlier or {})
     qkv = torch.cat([trace.output(part) for part in parts], dim=-1)
     # A gate may have a projection of its own, or be what the queries' gives beside each head (Qwen3-Next).
     beside = len(parts) == 4
@@ -284,6 +288,63 @@ def match_attention(
     scales = plan.rope is None and getattr(attention, "attn_temperature_tuning", False)
     if scales and plan.temperature is None:
         raise trace.error(attention, "scales queries by position in an unknown way")
+    return plan
+
+
+def _match_shared(
+    trace: Trace,
+    attention: nn.Module,
+    part: nn.Module,
+    output: nn.Module,
+    head_dim: int,
+    earlier: Mapping[int, AttentionPlan],
+) -> AttentionPlan:
+    """Return the plan of an attention that has queries alone and reads the keys and values of a layer before.
+
+    Raises:
+        MatchError: There is no layer whose keys and values give what the module gave.
+    """
+    expected = trace.input(output)
+    query_norm = _norms(trace, attention, head_dim)[0]
+    queries = trace.output(part)
+    heads = queries.shape[-1] // head_dim
+    rows: dict[int, Tensor] = {}
+
+    def candidates() -> Iterator[AttentionPlan]:
+        for index in sorted(earlier, reverse=True):
+            old = earlier[index]
+            plain = (
+                old.latent is None
+                and not old.gated
+                and old.qkv.order is None
+                and old.qkv.factors is None
+                and len(old.qkv.modules) > 1
+                and (old.norm_over, old.norm_after_rope) == ("head", False)
+                and old.clip_qkv is None
+                and old.temperature is None
+                and (old.alibi_slopes is None and old.sinks is None)
+            )
+            if not plain or old.head_dim != head_dim or heads % old.kv_heads:
+                continue
+            rows[index] = torch.cat([trace.output(m) for m in old.qkv.modules], dim=-1)
+            yield dataclasses.replace(
+                old,
+                qkv=linear_plan(part),
+                output=linear_plan(output),
+                heads=heads,
+                query_norm=query_norm,
+                source=index,
+            )
+
+    def error(plan: AttentionPlan) -> float:
+        return distance(attend(plan, with_shared_rows(plan, queries, rows)), expected)
+
+    plan, off = settle(candidates(), error, expected)
+    if plan is None:
+        raise trace.error(
+            attention,
+            f"has queries alone, and no layer before has its keys and values (off by {off:.1e})",
+        )
     return plan
 
 

@@ -21,6 +21,9 @@ from ipex_llm.arch import (
     MlpPlan,
     NormPlan,
     SidePlan,
+    TokenBlockPlan,
+    TokenRowsPlan,
+    linear_modules,
     projections,
 )
 from ipex_llm.arch.detect.attention import (
@@ -31,6 +34,7 @@ from ipex_llm.arch.detect.attention import (
 )
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import (
+    activations_of,
     is_mixture,
     linear_plan,
     match_experts,
@@ -49,7 +53,7 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
-from ipex_llm.arch.reference import in_order
+from ipex_llm.arch.reference import activate, in_order
 
 Tensor = torch.Tensor
 
@@ -153,8 +157,9 @@ def match_layer(
     layer: nn.Module,
     index: int,
     hint: list[AttentionPlan],
+    earlier: dict[int, AttentionPlan],
 ) -> Layer:
-    """Return the plan of one layer.
+    """Return the plan of one layer; `earlier` are the attentions of the layers before, by index.
 
     Raises:
         MatchError: A part is not understood.
@@ -190,7 +195,7 @@ def match_layer(
     elif is_latent(module):
         attention = match_latent(trace, config, decoder, module, index)
     else:
-        attention = match_attention(trace, config, decoder, module, index, hint)
+        attention = match_attention(trace, config, decoder, module, index, hint, earlier)
     first, last = projections(attention)
     attention_in = trace.input(first.modules[0])
     attention_out = trace.output(last.modules[0])
@@ -231,32 +236,55 @@ def match_layer(
         post_mlp_norm=flow.plan(after_mlp),
         beside=beside,
     )
-    found = _parallel(flow, plan) or _sequential(flow, plan) or _scaled_stream(flow, plan)
+    found = _parallel(flow, plan) or _sequential(flow, plan) or _with_more(flow, plan)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
     ):
         raise trace.error(layer, "adds its blocks in a way that is not understood")
     used = [flow.input_norm, flow.mlp_norm, after_attention, after_mlp]
+    if found.plan.token_block is not None:
+        used.append(found.plan.token_block.norm.module)
     spare = [n for n in norms if not any(n is u for u in used)]
     if spare and found.last_norm is None:
         raise trace.error(spare[0], "is a norm at a place that is not understood")
     return found
 
 
-def _scaled_stream(flow: _Flow, plan: LayerPlan) -> Layer | None:
-    """Return the plan of a layer that multiplies all it gives with a number it has, or None."""
+def _token_block(flow: _Flow, plan: LayerPlan) -> TokenBlockPlan | None:
+    """Return the block of a layer that brings something else in behind the mlp, without its activation, or None."""
+    trace, own = flow.trace, {id(m) for m in linear_modules(plan)}
+    parts = [m for m in plan.module.children() if is_linear(m) and trace.ran(m)]
+    parts = [m for m in parts if id(m) not in own]
+    ends = [(m, norm) for m in parts if (norm := flow.reading(trace.output(m))) is not None]
+    if len(parts) != 2 or len(ends) != 1:
+        return None
+    last, norm = ends[0]
+    first = parts[0] if last is parts[1] else parts[1]
+    return TokenBlockPlan(linear_plan(first), linear_plan(last), match_norm(trace, norm), "")
+
+
+def _with_more(flow: _Flow, plan: LayerPlan) -> Layer | None:
+    """Return the plan of a layer with a block behind the mlp, or with a number that multiplies all, or None."""
     numbers = [
         float(value.detach())
         for value in (*plan.module._buffers.values(), *plan.module._parameters.values())
         if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
     ]
-    if len(numbers) != 1 or numbers[0] == 0.0 or plan.beside is not None:
+    if len(numbers) > 1 or 0.0 in numbers or plan.beside is not None:
         return None
-    y = (flow.y.float() / numbers[0]).to(flow.y.dtype)
-    found = _sequential(dataclasses.replace(flow, y=y), plan)
-    if found is None or found.plan.residual_after_norm or found.plan.residual_scale != 1.0:
-        return None
-    return Layer(dataclasses.replace(found.plan, stream_scale=numbers[0]))
+    block = _token_block(flow, plan)
+    for number in (1.0, *numbers):
+        y = flow.y.float() / number
+        if block is not None:
+            y = y - flow.trace.outputs[block.norm.module].float()
+            read = flow.trace.inputs[block.gate.modules[0]]
+            if distance(y, read) > tolerance(flow.y):
+                continue
+        found = _sequential(dataclasses.replace(flow, y=y.to(flow.y.dtype)), plan)
+        if found is None or found.plan.residual_after_norm or found.plan.residual_scale != 1.0:
+            continue
+        return Layer(dataclasses.replace(found.plan, stream_scale=number, token_block=block))
+    return None
 
 
 def _side_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:
@@ -501,14 +529,17 @@ def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]
     decoder, layers, _ = _find(trace)
     config = _config(trace, decoder, layers)
     hint: list[AttentionPlan] = []
+    earlier: dict[int, AttentionPlan] = {}
     for index, layer in enumerate(layers):
         try:
             with trace.reading(layer):
-                found = match_layer(trace, config, decoder, layer, index, hint)
+                found = match_layer(trace, config, decoder, layer, index, hint, earlier)
         except MatchError as error:
             yield layer, error
             continue
         attention = found.plan.cached
+        if attention is not None:
+            earlier[index] = attention
         if attention is None:
             pass
         elif attention.latent is None and not any(_alike(attention, old) for old in hint):
@@ -541,6 +572,13 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
             plan = found
         elif found.last_norm is not None:
             plan = trace.error(module, "ends in a norm")
+        elif found.plan.token_block is not None:
+            plan = trace.error(module, "reads what the decoder made of the tokens")
+        elif (
+            isinstance(found.plan.attention, AttentionPlan)
+            and found.plan.attention.source is not None
+        ):
+            plan = trace.error(module, "reads the keys and values of another layer")
         else:
             try:
                 with trace.reading(module):
@@ -603,7 +641,8 @@ def _entry(
     h = trace.input(layers[0])
     given = trace.output(table).float()
     for module in others:
-        if is_linear(module) and same(trace.inputs[module], trace.outputs[table]):
+        reads = is_linear(module) and same(trace.inputs[module], trace.outputs[table])
+        if reads and not same(trace.outputs[table], h):
             entry.projection = linear_plan(module)
             given = trace.output(module).float()
     if entry.projection is None:
@@ -612,6 +651,8 @@ def _entry(
     for module in others:
         weight = getattr(module, "weight", None)
         if module is table or is_linear(module) or not isinstance(weight, Tensor):
+            continue
+        if same(trace.inputs[module], trace.ids):  # another table of tokens
             continue
         if weight.ndim == 2 and weight.shape[-1] == h.shape[-1]:
             entry.positions = module
@@ -630,6 +671,90 @@ def _entry(
         trace, config, layers[0], given, target.float() - positions.to(h.device), h
     )
     return entry
+
+
+def _token_rows(
+    trace: Trace,
+    config: Config,
+    decoder: nn.Module,
+    modules: nn.ModuleList,
+    table: nn.Module,
+    layers: tuple[LayerPlan, ...],
+) -> tuple[TokenRowsPlan | None, tuple[LayerPlan, ...]]:
+    """Return what tokens bring for each layer, and the layers with the activations of the blocks that read it.
+
+    Raises:
+        MatchError: It is not a table's rows and a projection of what the first layer reads.
+    """
+    blocks = [layer.token_block for layer in layers]
+    if not any(blocks):
+        return None, layers
+    h, count = trace.input(modules[0]), len(modules)
+    others = _outside(trace, decoder, modules)
+    width = trace.input(blocks[0].output.modules[0]).shape[-1] if blocks[0] else 0
+    tables = [
+        m
+        for m in others
+        if m is not table
+        and isinstance(getattr(m, "weight", None), Tensor)
+        and same(trace.inputs[m], trace.ids)
+        and trace.output(m).shape[-1] == count * width
+    ]
+    projections_ = [
+        m
+        for m in others
+        if is_linear(m) and same(trace.inputs[m], h) and trace.output(m).shape[-1] == count * width
+    ]
+    norms = [
+        m
+        for m in others
+        if is_norm(m)
+        and trace.output(m).shape[-1] == width
+        and trace.outputs[m].numel() == len(h) * count * width
+    ]
+    if not all(blocks) or [len(tables), len(projections_), len(norms)] != [1, 1, 1]:
+        raise trace.error(
+            decoder, "gives its layers something that is not made of the tokens alone"
+        )
+    source, norm = projections_[0], norms[0]
+    given = trace.output(source).double().flatten()
+    read = trace.input(norm).double().flatten()
+    ratio = float((given * read).sum() / given.square().sum().clamp_min(1e-30))
+    known = min((float(h.shape[-1]) ** -0.5, 1.0), key=lambda one: abs(one - ratio))
+    weight: Tensor = tables[0].weight  # type: ignore[assignment]
+    rows = weight[trace.ids].float().view(-1, width)
+    seen = trace.output(tables[0]).reshape(-1, width)
+    scale = _scale(trace, config, modules[0], rows, seen.float(), seen)
+    total = trace.outputs[norm].float().view(-1, count, width) + trace.outputs[
+        tables[0]
+    ].float().view(-1, count, width)
+    best: tuple[float, float, str] = float("inf"), 1.0, ""
+    for factor in (2.0**-0.5, 1.0):
+        for name in activations_of(modules[0]):
+            off = 0.0
+            for index, block in enumerate(blocks):
+                assert block is not None
+                gate = activate(name, trace.output(block.gate.modules[0]).float())
+                wanted = trace.input(block.output.modules[0])
+                off = max(off, distance(gate * total[:, index] * factor, wanted))
+            best = min(best, (off, factor, name))
+    off, factor, name = best
+    if off > tolerance(h) or distance(given * known, read) > tolerance(h):
+        raise trace.error(decoder, f"gives its layers something else (off by {off:.1e})")
+    plan = TokenRowsPlan(
+        tables[0],
+        scale,
+        with_factor(linear_plan(source), known),
+        match_norm(trace, norm),
+        width,
+        factor,
+    )
+    found = tuple(
+        dataclasses.replace(layer, token_block=dataclasses.replace(block, activation=name))
+        for layer, block in zip(layers, blocks, strict=True)
+        if block is not None
+    )
+    return plan, found
 
 
 def _offset(trace: Trace, module: nn.Module, weight: Tensor) -> int:
@@ -783,6 +908,7 @@ def _whole(
     """Return the plan of a decoder whose layers have theirs."""
     layers, carried = _chain(config, found)
     entry = _entry(trace, config, decoder, modules, table)
+    rows, layers = _token_rows(trace, config, decoder, modules, table, layers)
     norm, projection, x = _last(trace, decoder, modules, table, carried)
     head, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
@@ -804,4 +930,5 @@ def _whole(
         position_offset=entry.offset,
         logit_scale=factor,
         logit_softcap=cap,
+        token_rows=rows,
     )

@@ -42,6 +42,8 @@ _IS_INTERVAL = re.compile(r"interval|pattern|_step$|_freq$|period|every")
 _IS_DENSE = re.compile(
     r"^first_k_dense|first_dense|num_dense|n_dense|dense_layers$|moe_layer_start"
 )
+#: How many layers at the end read the keys and values of layers before.
+_IS_SHARED = re.compile(r"shared_layers$")
 
 
 def config_of(model: Any) -> Any:
@@ -100,6 +102,9 @@ def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
         elif _integer(value) and _IS_DENSE.search(name) and value < count:
             for index, kind in enumerate(kinds):
                 kind.append(index < value)
+        elif _integer(value) and _IS_SHARED.search(name) and 0 < value < count:
+            for index, kind in enumerate(kinds):
+                kind.append(index >= count - value)
     return [tuple(kind) for kind in kinds]
 
 
@@ -132,6 +137,8 @@ def _cut_layers(config: Any) -> None:
             setattr(config, name, type(value)(value[index] for index in chosen))
         elif _integer(value) and _IS_DENSE.search(name) and value <= count:
             setattr(config, name, sum(index < value for index in chosen))
+        elif _integer(value) and _IS_SHARED.search(name) and value < count:
+            setattr(config, name, sum(index >= count - value for index in chosen))
     for name in (*_LAYERS, "encoder_layers", "num_decoder_layers"):
         if _integer(_get(config, name)):
             setattr(config, name, min(len(chosen), _get(config, name)))
