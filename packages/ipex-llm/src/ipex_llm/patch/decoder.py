@@ -242,7 +242,7 @@ class DecoderMixin(nn.Module):
         if hidden.shape[0]:
             rows = runner.run(state.cache, hidden, positions, step, states=states)
         else:
-            rows = hidden
+            rows = hidden[:, : runner.plan.hidden_size]
 
         def placed(rows: Tensor) -> Tensor:
             if new is None:

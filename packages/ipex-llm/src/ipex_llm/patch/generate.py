@@ -222,7 +222,8 @@ def _check_options(config: Any, model_kwargs: dict[str, Any], beams: int | None)
     if getattr(config, "is_assistant", False):
         raise Reason("the model assists another")
     for name, value in model_kwargs.items():
-        if name not in _KNOWN and value is not None and value is not False:
+        # What encoders of images and sound gave is an empty mapping for text alone.
+        if name not in _KNOWN and value is not None and value is not False and value != {}:
             raise Reason(f"argument {name}")
 
 

@@ -57,7 +57,14 @@ def _get(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except Exception:  # what differs among layers has to be asked for each of them
-        return None
+        return vars(config).get(name)
+
+
+def _overrides(config: Any) -> dict[int, dict[str, Any]]:
+    """Return what single layers have instead of the values of a configuration, by their index."""
+    spec = vars(config).get("_heterogeneity_spec")
+    found = getattr(spec, "per_layer_overrides", {})
+    return {int(index): dict(values) for index, values in found.items()}
 
 
 def _first(config: Any, names: tuple[str, ...], default: int = 0) -> int:
@@ -105,6 +112,9 @@ def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
         elif _integer(value) and _IS_SHARED.search(name) and 0 < value < count:
             for index, kind in enumerate(kinds):
                 kind.append(index >= count - value)
+    for index, values in _overrides(config).items():
+        if index < count:
+            kinds[index].append(str(sorted(values.items(), key=str)))
     return [tuple(kind) for kind in kinds]
 
 
@@ -130,6 +140,7 @@ def _cut_layers(config: Any) -> None:
     count, chosen = _first(config, _LAYERS), chosen_layers(config)
     if not count or len(chosen) >= count:
         return
+    overrides = _overrides(config)
     for name, value in _values(config).items():
         if _is_indices(name, value, count):
             setattr(config, name, [at for at, index in enumerate(chosen) if index in value])
@@ -142,6 +153,10 @@ def _cut_layers(config: Any) -> None:
     for name in (*_LAYERS, "encoder_layers", "num_decoder_layers"):
         if _integer(_get(config, name)):
             setattr(config, name, min(len(chosen), _get(config, name)))
+    if overrides:
+        config.per_layer_config = {
+            at: overrides[index] for at, index in enumerate(chosen) if index in overrides
+        }
 
 
 def _heads(heads: int, kv: int) -> tuple[int, int]:
@@ -227,11 +242,28 @@ def _shrink(config: Any, unknown: bool) -> None:
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if sizes.active:
         _state_space(config)
+        _shrink_overrides(config, sizes)
     for name, value in _values(config).items():
         if name.endswith(("token_id", "token_index", "token_ids")) and isinstance(value, list):
             setattr(config, name, [v % VOCAB if _integer(v) else v for v in value])
         elif name.startswith("rope") and isinstance(value, dict):
             setattr(config, name, _rope(value, sizes))
+
+
+def _shrink_overrides(config: Any, sizes: _Sizes) -> None:
+    overrides = _overrides(config)
+    for values in overrides.values():
+        for name, value in values.items():
+            if not _integer(value) or value < 2:
+                continue
+            if name in _KV:
+                values[name] = max(1, sizes.new_kv * value // sizes.kv)
+            elif _IS_HEADS.search(name):
+                values[name] = sizes.head_count(name, value)
+            elif _IS_DIM.search(name) and not _NOT_DIM.search(name):
+                values[name] = sizes.dim(value)
+    if overrides:
+        config.per_layer_config = overrides
 
 
 #: Names of numbers of heads, sizes of heads and factors on the width of state space layers that belong together.
