@@ -56,7 +56,7 @@ _CONFIG_NAMES = {
 }
 
 #: Families whose whole decoder is not matched on purpose.
-UNMATCHED: frozenset[str] = frozenset({"jamba_gelu", "mllama", "yuan"})
+UNMATCHED: frozenset[str] = frozenset({"gemma4_moe", "jamba_gelu", "mllama", "yuan"})
 
 
 @torch.no_grad()

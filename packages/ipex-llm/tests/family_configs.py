@@ -209,6 +209,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": VOCAB,
         },
     ),
+    "gemma4_moe": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "gemma4_unified": (
         "Gemma4Unified",
         {k: v for k, v in _GEMMA4.items() if k != "hidden_size_per_layer_input"},

@@ -94,6 +94,7 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
 def _write_shared(writer: Any, a: AttentionPlan, queries: Register) -> Register:
     """Write an attention to the keys and values that a layer before has cached."""
     b, heads, rope = writer.b, a.heads, a.rope
+    assert a.source is not None
     q = b.call("reshape", queries, [0, heads, a.head_dim])
     q = _head_norm(writer, a, a.query_norm, q, heads)
     if rope is not None:

@@ -339,7 +339,8 @@ def _match_shared(
     def error(plan: AttentionPlan) -> float:
         return distance(attend(plan, with_shared_rows(plan, queries, rows)), expected)
 
-    plan, off = settle(candidates(), error, expected)
+    settled = settle(candidates(), error, expected)
+    plan, off = settled
     if plan is None:
         raise trace.error(
             attention,
