@@ -22,7 +22,6 @@ from ipex_llm.arch import (
     NormPlan,
     SidePlan,
     TokenBlockPlan,
-    TokenRowsPlan,
     linear_modules,
     projections,
 )
@@ -34,7 +33,6 @@ from ipex_llm.arch.detect.attention import (
 )
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import (
-    activations_of,
     is_mixture,
     linear_plan,
     match_experts,
@@ -42,6 +40,7 @@ from ipex_llm.arch.detect.parts import (
     match_norm,
     with_factor,
 )
+from ipex_llm.arch.detect.tokens import match_token_rows, scale_of
 from ipex_llm.arch.detect.trace import (
     Config,
     MatchError,
@@ -53,7 +52,7 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
-from ipex_llm.arch.reference import activate, in_order
+from ipex_llm.arch.reference import in_order
 
 Tensor = torch.Tensor
 
@@ -667,94 +666,10 @@ def _entry(
         table_rows = entry.positions.weight  # type: ignore[union-attr]
         rows = table_rows[entry.offset : entry.offset + len(trace.ids)]  # type: ignore[index]
         positions = rows.float()
-    entry.scale = _scale(
+    entry.scale = scale_of(
         trace, config, layers[0], given, target.float() - positions.to(h.device), h
     )
     return entry
-
-
-def _token_rows(
-    trace: Trace,
-    config: Config,
-    decoder: nn.Module,
-    modules: nn.ModuleList,
-    table: nn.Module,
-    layers: tuple[LayerPlan, ...],
-) -> tuple[TokenRowsPlan | None, tuple[LayerPlan, ...]]:
-    """Return what tokens bring for each layer, and the layers with the activations of the blocks that read it.
-
-    Raises:
-        MatchError: It is not a table's rows and a projection of what the first layer reads.
-    """
-    blocks = [layer.token_block for layer in layers]
-    if not any(blocks):
-        return None, layers
-    h, count = trace.input(modules[0]), len(modules)
-    others = _outside(trace, decoder, modules)
-    width = trace.input(blocks[0].output.modules[0]).shape[-1] if blocks[0] else 0
-    tables = [
-        m
-        for m in others
-        if m is not table
-        and isinstance(getattr(m, "weight", None), Tensor)
-        and same(trace.inputs[m], trace.ids)
-        and trace.output(m).shape[-1] == count * width
-    ]
-    projections_ = [
-        m
-        for m in others
-        if is_linear(m) and same(trace.inputs[m], h) and trace.output(m).shape[-1] == count * width
-    ]
-    norms = [
-        m
-        for m in others
-        if is_norm(m)
-        and trace.output(m).shape[-1] == width
-        and trace.outputs[m].numel() == len(h) * count * width
-    ]
-    if not all(blocks) or [len(tables), len(projections_), len(norms)] != [1, 1, 1]:
-        raise trace.error(
-            decoder, "gives its layers something that is not made of the tokens alone"
-        )
-    source, norm = projections_[0], norms[0]
-    given = trace.output(source).double().flatten()
-    read = trace.input(norm).double().flatten()
-    ratio = float((given * read).sum() / given.square().sum().clamp_min(1e-30))
-    known = min((float(h.shape[-1]) ** -0.5, 1.0), key=lambda one: abs(one - ratio))
-    weight: Tensor = tables[0].weight  # type: ignore[assignment]
-    rows = weight[trace.ids].float().view(-1, width)
-    seen = trace.output(tables[0]).reshape(-1, width)
-    scale = _scale(trace, config, modules[0], rows, seen.float(), seen)
-    total = trace.outputs[norm].float().view(-1, count, width) + trace.outputs[
-        tables[0]
-    ].float().view(-1, count, width)
-    best: tuple[float, float, str] = float("inf"), 1.0, ""
-    for factor in (2.0**-0.5, 1.0):
-        for name in activations_of(modules[0]):
-            off = 0.0
-            for index, block in enumerate(blocks):
-                assert block is not None
-                gate = activate(name, trace.output(block.gate.modules[0]).float())
-                wanted = trace.input(block.output.modules[0])
-                off = max(off, distance(gate * total[:, index] * factor, wanted))
-            best = min(best, (off, factor, name))
-    off, factor, name = best
-    if off > tolerance(h) or distance(given * known, read) > tolerance(h):
-        raise trace.error(decoder, f"gives its layers something else (off by {off:.1e})")
-    plan = TokenRowsPlan(
-        tables[0],
-        scale,
-        with_factor(linear_plan(source), known),
-        match_norm(trace, norm),
-        width,
-        factor,
-    )
-    found = tuple(
-        dataclasses.replace(layer, token_block=dataclasses.replace(block, activation=name))
-        for layer, block in zip(layers, blocks, strict=True)
-        if block is not None
-    )
-    return plan, found
 
 
 def _offset(trace: Trace, module: nn.Module, weight: Tensor) -> int:
@@ -763,23 +678,6 @@ def _offset(trace: Trace, module: nn.Module, weight: Tensor) -> int:
         if same(weight[offset : offset + len(seen)], seen):
             return offset
     raise trace.error(module, "is an embedding that is not one of positions from row 0 to 7 on")
-
-
-def _scale(
-    trace: Trace, config: Config, layer: nn.Module, x: Tensor, target: Tensor, like: Tensor
-) -> float:
-    """Return the factor between what the table gives and what the layers get."""
-    size = float(x.shape[-1]) ** 0.5
-    ratio = float((x.double() * target.double()).sum() / x.double().square().sum().clamp_min(1e-30))
-    # A factor that was rounded to the dtype of the model is the one that the model uses.
-    exact = [1.0, size, float(config.get("embedding_multiplier", "scale_emb", default=1.0))]
-    rounded = [float(torch.tensor(value).to(like.dtype)) for value in exact]
-    candidates = [*exact, *rounded, ratio]
-    errors = [distance(x * value, target) for value in candidates]
-    best = min(range(len(errors)), key=errors.__getitem__)
-    if errors[best] > tolerance(like) / 4:
-        raise trace.error(layer, "reads something that is not made of token and position rows")
-    return candidates[best]
 
 
 def _last(
@@ -908,7 +806,9 @@ def _whole(
     """Return the plan of a decoder whose layers have theirs."""
     layers, carried = _chain(config, found)
     entry = _entry(trace, config, decoder, modules, table)
-    rows, layers = _token_rows(trace, config, decoder, modules, table, layers)
+    rows, layers = match_token_rows(
+        trace, config, decoder, _outside(trace, decoder, modules), modules, table, layers
+    )
     norm, projection, x = _last(trace, decoder, modules, table, carried)
     head, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
