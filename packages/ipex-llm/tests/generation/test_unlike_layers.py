@@ -16,7 +16,8 @@ from ipex_core.errors import OpArgumentError
 from ipex_llm.arch import AttentionPlan
 from ipex_llm.arch.detect import MatchError, match
 from ipex_llm.arch.reference import verify
-from ipex_llm.distributed.shard import _check
+from ipex_llm.distributed.group import TensorParallel
+from ipex_llm.distributed.shard import check_shards
 from ipex_llm.engine import Engine, SamplingParams
 from ipex_llm.records import record_of
 
@@ -178,11 +179,11 @@ def test_what_is_not_understood() -> None:
     close(ipex.llm.optimize(copy.deepcopy(model))(ids).logits, model(ids).logits)
 
 
-def test_is_not_divided() -> None:
-    for name, index, text in (
-        ("gemma4_shared", 0, "reads the tokens"),
-        ("gemma4", 3, "whose values are its keys"),
-    ):
-        layer = match(build(name)).layers[index]
-        with pytest.raises(OpArgumentError, match=text):
-            _check(layer, None, ())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("gemma4_shared", "reads the tokens"), ("gemma4", "whose values are its keys")],
+)
+def test_is_not_divided(name: str, text: str) -> None:
+    ranks = TensorParallel(None, 0, 2, None, 1.0, "")
+    with pytest.raises(OpArgumentError, match=text):
+        check_shards(match(build(name)), ranks, (1,))
