@@ -90,10 +90,13 @@ IPEX_INLINE void with_param(const StepArrays& a, const F& f) {
   f(Whole<T>(a), grad);
 }
 
+// The steps below copy their settings and pointers: otherwise the compiler reads them from memory
+// again after each store, and fewer vectors are on their way at once.
 template <typename T>
-IPEX_INLINE void sgd(const StepArrays& a, int64_t n, const SgdStep& s) {
+IPEX_INLINE void sgd(const StepArrays& a, int64_t n, const SgdStep& step) {
+  const SgdStep s = step;
   with_param<T>(a, [&](const auto& param, const T* grad) IPEX_LAMBDA {
-    float* buffer = a.state[0];
+    float* const buffer = a.state[0];
     for_vectors(n, [&](int64_t i, int64_t count) IPEX_LAMBDA {
       const f32v w = param.read(i, count);
       f32v g = get(grad + i, count) * set1(s.sign);
@@ -110,34 +113,38 @@ IPEX_INLINE void sgd(const StepArrays& a, int64_t n, const SgdStep& s) {
 }
 
 template <typename T>
-IPEX_INLINE void adagrad(const StepArrays& a, int64_t n, const AdagradStep& s) {
+IPEX_INLINE void adagrad(const StepArrays& a, int64_t n, const AdagradStep& step) {
+  const AdagradStep s = step;
   with_param<T>(a, [&](const auto& param, const T* grad) IPEX_LAMBDA {
+    float* const squares = a.state[0];
     for_vectors(n, [&](int64_t i, int64_t count) IPEX_LAMBDA {
       const f32v w = param.read(i, count);
       f32v g = get(grad + i, count) * set1(s.sign);
       if (s.weight_decay != 0.0f) g = g + w * set1(s.weight_decay);
-      const f32v sum = get(a.state[0] + i, count) + g * g;
-      put(a.state[0] + i, sum, count);
+      const f32v sum = get(squares + i, count) + g * g;
+      put(squares + i, sum, count);
       param.write(i, w - g / (sqrt(sum) + set1(s.eps)) * set1(s.lr), count);
     });
   });
 }
 
 template <typename T>
-IPEX_INLINE void adam(const StepArrays& a, int64_t n, const AdamStep& s) {
+IPEX_INLINE void adam(const StepArrays& a, int64_t n, const AdamStep& step) {
+  const AdamStep s = step;
   with_param<T>(a, [&](const auto& param, const T* grad) IPEX_LAMBDA {
+    float *const means = a.state[0], *const squares = a.state[1], *const largest = a.state[2];
     for_vectors(n, [&](int64_t i, int64_t count) IPEX_LAMBDA {
       f32v w = param.read(i, count);
       f32v g = get(grad + i, count) * set1(s.sign);
       if (s.weight_decay != 0.0f) g = g + w * set1(s.weight_decay);
       w = w * set1(s.shrink);
-      const f32v m = get(a.state[0] + i, count) * set1(s.beta1) + g * set1(s.rest1);
-      f32v v = get(a.state[1] + i, count) * set1(s.beta2) + g * g * set1(s.rest2);
-      put(a.state[0] + i, m, count);
-      put(a.state[1] + i, v, count);
-      if (a.state[2]) {
-        v = max(get(a.state[2] + i, count), v);
-        put(a.state[2] + i, v, count);
+      const f32v m = get(means + i, count) * set1(s.beta1) + g * set1(s.rest1);
+      f32v v = get(squares + i, count) * set1(s.beta2) + g * g * set1(s.rest2);
+      put(means + i, m, count);
+      put(squares + i, v, count);
+      if (largest) {
+        v = max(get(largest + i, count), v);
+        put(largest + i, v, count);
       }
       const f32v d = sqrt(v) / set1(s.root2) + set1(s.eps);
       param.write(i, w - m / d * set1(s.lr), count);
