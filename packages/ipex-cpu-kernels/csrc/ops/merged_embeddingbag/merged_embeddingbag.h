@@ -27,8 +27,8 @@ struct BagArgs {
 
 // One lookup, for the update of the tables.
 struct Lookup {
-  uint64_t row;  // counted through all tables
-  uint32_t bag;  // likewise
+  uint64_t row;
+  uint32_t bag;
   float scale;
 };
 
@@ -38,13 +38,13 @@ struct UpdateTable {
   float* hessian;
   const void* grad;  // rows of dim numbers
   int64_t grad_stride;
-  uint64_t first_row;  // of the table, counted through all tables
+  int64_t end;  // of the lookups of the table, counted through all tables
 };
 
 struct UpdateArgs {
   const UpdateTable* tables;
-  const Lookup* lookups;  // sorted by row, stable within a row
-  int64_t count, dim, bags;
+  const Lookup* lookups;  // sorted by table, then by row, stable within a row
+  int64_t dim;
   float lr, weight_decay, eps;
 };
 

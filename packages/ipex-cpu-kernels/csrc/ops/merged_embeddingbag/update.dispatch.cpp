@@ -96,57 +96,41 @@ struct Adagrad {
   static constexpr bool kHessian = true;
 };
 
-// The table of a row, the first bag of that table, and where the row begins in it, in elements.
-struct Place {
-  const UpdateTable* table;
-  uint32_t first_bag;
-  int64_t at;
-};
-
-IPEX_INLINE Place place_of(const UpdateArgs& args, const Lookup& lookup) {
-  // In 32 bits, which hold all bags: a division of 64 takes longer than a row on older cores.
-  const uint32_t bags = static_cast<uint32_t>(args.bags);
-  const uint32_t number = lookup.bag / bags;
-  const UpdateTable* table = args.tables + number;
-  return {table, number * bags, static_cast<int64_t>(lookup.row - table->first_row) * args.dim};
-}
-
 template <class T>
-IPEX_INLINE const T* grad_of(const Place& place, const Lookup& lookup) {
-  return static_cast<const T*>(place.table->grad) +
-         static_cast<int64_t>(lookup.bag - place.first_bag) * place.table->grad_stride;
+IPEX_INLINE const T* grad_of(const UpdateTable& table, const Lookup& lookup) {
+  return static_cast<const T*>(table.grad) + static_cast<int64_t>(lookup.bag) * table.grad_stride;
 }
 
 template <class T, bool kHessian>
-IPEX_INLINE void fetch_lookup(const UpdateArgs& args, const Lookup& lookup, bool new_row) {
-  const Place place = place_of(args, lookup);
-  const int64_t bytes = args.dim * static_cast<int64_t>(sizeof(T));
-  fetch_row(grad_of<T>(place, lookup), bytes);
+IPEX_INLINE void fetch_lookup(const UpdateTable& table, int64_t dim, const Lookup& lookup,
+                              bool new_row) {
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  const int64_t at = static_cast<int64_t>(lookup.row) * dim;
+  fetch_row(grad_of<T>(table, lookup), bytes);
   if (!new_row) return;
-  fetch_row(static_cast<const T*>(place.table->weight) + place.at, bytes);
-  if (kIsBFloat16<T> && place.table->trail) fetch_row(place.table->trail + place.at, bytes);
-  if (kHessian)
-    fetch_row(place.table->hessian + place.at, args.dim * static_cast<int64_t>(sizeof(float)));
+  fetch_row(static_cast<const T*>(table.weight) + at, bytes);
+  if (kIsBFloat16<T> && table.trail) fetch_row(table.trail + at, bytes);
+  if (kHessian) fetch_row(table.hessian + at, dim * static_cast<int64_t>(sizeof(float)));
 }
 
-// Numbers [d, d + kVectors vectors) of one row; the last vector has n numbers.
+// Numbers [d, d + kVectors vectors) of the row of these lookups; the last vector has n numbers.
 template <int64_t kVectors, class T, class Rule>
-IPEX_INLINE void update_part(const UpdateArgs& args, const Rule& rule, const Place& place,
-                             int64_t begin, int64_t end, int64_t d, int64_t n) {
+IPEX_INLINE void update_part(const UpdateTable& table, const Rule& rule, int64_t dim,
+                             const Lookup* begin, const Lookup* end, int64_t d, int64_t n) {
   f32v grad[kVectors];
 #pragma GCC unroll 8
   for (int64_t v = 0; v < kVectors; ++v) grad[v] = zero();
-  for (int64_t i = begin; i < end; ++i) {
-    const Lookup& lookup = args.lookups[i];
-    const T* from = grad_of<T>(place, lookup) + d;
-    const f32v scale = set1(lookup.scale);
+  for (const Lookup* lookup = begin; lookup < end; ++lookup) {
+    const T* from = grad_of<T>(table, *lookup) + d;
+    const f32v scale = set1(lookup->scale);
 #pragma GCC unroll 8
     for (int64_t v = 0; v < kVectors; ++v)
       grad[v] = fma(scale, read_some(from + v * kLanes, n), grad[v]);
   }
-  T* weight = static_cast<T*>(place.table->weight) + place.at + d;
-  uint16_t* trail = place.table->trail ? place.table->trail + place.at + d : nullptr;
-  float* hessian = Rule::kHessian ? place.table->hessian + place.at + d : nullptr;
+  const int64_t first = static_cast<int64_t>(begin->row) * dim + d;
+  T* weight = static_cast<T*>(table.weight) + first;
+  uint16_t* trail = table.trail ? table.trail + first : nullptr;
+  float* hessian = Rule::kHessian ? table.hessian + first : nullptr;
 #pragma GCC unroll 8
   for (int64_t v = 0; v < kVectors; ++v) {
     const int64_t at = v * kLanes;
@@ -156,30 +140,40 @@ IPEX_INLINE void update_part(const UpdateArgs& args, const Rule& rule, const Pla
   }
 }
 
+// The rows of one table whose first lookup is in [i, end); `last` is the end of its lookups.
 template <class T, class Rule>
-IPEX_INLINE void run(const UpdateArgs& args, int64_t begin, int64_t end) {
+IPEX_INLINE void update_rows(const UpdateTable& table, const Rule& rule, int64_t dim,
+                             const Lookup* i, const Lookup* end, const Lookup* last) {
   constexpr int64_t kVectors = kLanes == 16 ? 8 : 4;
-  const Rule rule(args);
-  const Lookup* lookups = args.lookups;
-  const int64_t dim = args.dim;
-  int64_t i = begin;
-  // A row that began before is another task's.
-  while (i > 0 && i < end && lookups[i].row == lookups[i - 1].row) ++i;
-  int64_t fetched = i;
+  const Lookup* fetched = i;
   while (i < end) {
-    int64_t next = i + 1;
-    while (next < args.count && lookups[next].row == lookups[i].row) ++next;
-    const int64_t ahead = next + kAhead < args.count ? next + kAhead : args.count;
+    const Lookup* next = i + 1;
+    while (next < last && next->row == i->row) ++next;
+    const Lookup* ahead = last - next > kAhead ? next + kAhead : last;
     for (fetched = fetched < next ? next : fetched; fetched < ahead; ++fetched)
-      fetch_lookup<T, Rule::kHessian>(args, lookups[fetched],
-                                      lookups[fetched].row != lookups[fetched - 1].row);
-    const Place place = place_of(args, lookups[i]);
+      fetch_lookup<T, Rule::kHessian>(table, dim, *fetched, fetched->row != fetched[-1].row);
     int64_t d = 0;
     for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes)
-      update_part<kVectors, T>(args, rule, place, i, next, d, kLanes);
-    for (; d + kLanes <= dim; d += kLanes) update_part<1, T>(args, rule, place, i, next, d, kLanes);
-    if (d < dim) update_part<1, T>(args, rule, place, i, next, d, dim - d);
+      update_part<kVectors, T>(table, rule, dim, i, next, d, kLanes);
+    for (; d + kLanes <= dim; d += kLanes) update_part<1, T>(table, rule, dim, i, next, d, kLanes);
+    if (d < dim) update_part<1, T>(table, rule, dim, i, next, d, dim - d);
     i = next;
+  }
+}
+
+template <class T, class Rule>
+IPEX_INLINE void run(const UpdateArgs& args, int64_t begin, int64_t end) {
+  const Rule rule(args);
+  const Lookup* lookups = args.lookups;
+  const UpdateTable* table = args.tables;
+  int64_t first = 0;  // lookup of the table
+  for (int64_t i = begin; i < end; first = (table++)->end) {
+    if (table->end <= i) continue;
+    const int64_t stop = table->end < end ? table->end : end;
+    // A row that began before is another task's.
+    while (i > first && i < stop && lookups[i].row == lookups[i - 1].row) ++i;
+    update_rows<T>(*table, rule, args.dim, lookups + i, lookups + stop, lookups + table->end);
+    i = stop;
   }
 }
 

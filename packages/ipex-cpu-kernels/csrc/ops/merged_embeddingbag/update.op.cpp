@@ -42,7 +42,6 @@ class Update {
       check_shape(op, name.c_str(), grads[i], {lookups.bags(), first.size(1)});
     }
     check_table_list(op, "trails", trails, weights.size());
-    uint64_t rows = 0;
     for (size_t i = 0; i < weights.size(); ++i) {
       check_table(op, element("weights", i), weights[i], weights[i], first.scalar_type());
       UpdateTable table{};
@@ -58,11 +57,9 @@ class Update {
       grads_.push_back(as_rows(grads[i]));
       table.grad = grads_[i].data;
       table.grad_stride = grads_[i].stride;
-      table.first_row = rows;
-      rows += static_cast<uint64_t>(weights[i].size(0));
+      rows_ = std::max(rows_, static_cast<uint64_t>(weights[i].size(0)));
       tables_.push_back(table);
     }
-    rows_ = rows;
   }
 
   void add_hessians(const TensorList& hessians) {
@@ -79,23 +76,30 @@ class Update {
     check_memory();
     args.tables = tables_.data();
     args.dim = weights_[0].size(1);
-    args.bags = lookups_.bags();
-    args.count = count();
-    const int64_t tables = static_cast<int64_t>(weights_.size());
-    if (args.count == 0 || args.dim == 0) return;
-    IPEX_CHECK(tables * args.bags < int64_t{1} << 32, op_,
-               ": offsets must have fewer than 2^32 bags in all, got ", tables * args.bags);
-    const int64_t bytes = args.count * static_cast<int64_t>(sizeof(Lookup));
+    const int64_t most = find_ends(), count = tables_.back().end;
+    if (count == 0 || args.dim == 0) return;
+    IPEX_CHECK(lookups_.bags() < int64_t{1} << 32, op_,
+               ": offsets must have fewer than 2^32 bags, got ", lookups_.bags());
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(Lookup));
     char* room = Scratch<Area::kEmbeddingUpdate>::get(2 * bytes);
-    IPEX_CHECK(room, op_, ": not enough memory to sort ", args.count, " lookups");
+    IPEX_CHECK(room, op_, ": not enough memory to sort ", count, " lookups");
     Lookup* unsorted = reinterpret_cast<Lookup*>(room);
-    if (lookups_.wide())
-      collect<int64_t>(unsorted);
-    else
-      collect<int32_t>(unsorted);
-    args.lookups = LookupSort::sort(unsorted, unsorted + args.count, args.count, rows_);
+    for (size_t t = 0; t < tables_.size() && lookups_.factors(t); ++t)
+      factors_.push_back(as_float_contiguous(*lookups_.factors(t)));
+    const LookupSort sort(rows_);
+    args.lookups = unsorted + (sort.moves() ? count : 0);
+    // Each table by one thread, so that what it collects is sorted in its caches, unless one table
+    // has most of the lookups.
+    const int64_t tables = static_cast<int64_t>(tables_.size());
+    parallel_for(tables, 2 * most > count ? tables : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t)
+        if (lookups_.wide())
+          collect<int64_t>(static_cast<size_t>(t), unsorted, count, sort);
+        else
+          collect<int32_t>(static_cast<size_t>(t), unsorted, count, sort);
+    });
     kernels.visit(weights_[0].scalar_type(), [&]<class T>(auto* kernel) {
-      parallel_for(args.count, row_grain<T>(3 * args.dim),
+      parallel_for(count, row_grain<T>(3 * args.dim),
                    [&](int64_t begin, int64_t end) { kernel(&args, begin, end); });
     });
   }
@@ -125,42 +129,37 @@ class Update {
     return offsets[lookups_.bags()];
   }
 
-  int64_t count() {
-    int64_t total = 0;
-    for (size_t t = 0; t < weights_.size(); ++t) {
-      first_.push_back(total);
-      total += count_of(t);
+  // Counts lookups; returns the number in the table that has most.
+  int64_t find_ends() {
+    int64_t total = 0, most = 0;
+    for (size_t t = 0; t < tables_.size(); ++t) {
+      const int64_t count = count_of(t);
+      most = std::max(most, count);
+      tables_[t].end = total += count;
     }
-    first_.push_back(total);
-    return total;
+    return most;
   }
 
+  // The lookups of a table, sorted.
   template <class I>
-  void collect(Lookup* to) const {
-    const int64_t bags = lookups_.bags();
-    TensorList factors;
-    for (size_t t = 0; t < weights_.size() && lookups_.factors(t); ++t)
-      factors.push_back(as_float_contiguous(*lookups_.factors(t)));
-    parallel_for(static_cast<int64_t>(weights_.size()), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const size_t t = static_cast<size_t>(i);
-        const I* offsets = static_cast<const I*>(lookups_.offsets(t).const_data_ptr());
-        const I* indices = static_cast<const I*>(lookups_.indices(t).const_data_ptr());
-        Lookup* out = to + first_[t];
-        const int64_t last = first_[t + 1] - first_[t];
-        for (int64_t b = 0; b < bags; ++b) {
-          const int64_t stop = b + 1 < bags ? static_cast<int64_t>(offsets[b + 1]) : last;
-          const int64_t size = stop - offsets[b];
-          const float scale = lookups_.mean() && size > 0 ? 1.0f / static_cast<float>(size) : 1.0f;
-          for (int64_t k = offsets[b]; k < stop; ++k)
-            out[k] = {tables_[t].first_row + static_cast<uint64_t>(indices[k]),
-                      static_cast<uint32_t>(i * bags + b), scale};
-        }
-        if (factors.empty()) continue;
-        const float* scale = static_cast<const float*>(factors[t].const_data_ptr());
-        for (int64_t k = 0; k < last; ++k) out[k].scale = scale[k];
-      }
-    });
+  void collect(size_t t, Lookup* unsorted, int64_t count, const LookupSort& sort) const {
+    const int64_t bags = lookups_.bags(), first = t > 0 ? tables_[t - 1].end : 0;
+    const I* offsets = static_cast<const I*>(lookups_.offsets(t).const_data_ptr());
+    const I* indices = static_cast<const I*>(lookups_.indices(t).const_data_ptr());
+    Lookup* out = unsorted + first;
+    const int64_t last = tables_[t].end - first;
+    for (int64_t b = 0; b < bags; ++b) {
+      const int64_t stop = b + 1 < bags ? static_cast<int64_t>(offsets[b + 1]) : last;
+      const int64_t size = stop - offsets[b];
+      const float scale = lookups_.mean() && size > 0 ? 1.0f / static_cast<float>(size) : 1.0f;
+      for (int64_t k = offsets[b]; k < stop; ++k)
+        out[k] = {static_cast<uint64_t>(indices[k]), static_cast<uint32_t>(b), scale};
+    }
+    if (!factors_.empty()) {
+      const float* scale = static_cast<const float*>(factors_[t].const_data_ptr());
+      for (int64_t k = 0; k < last; ++k) out[k].scale = scale[k];
+    }
+    sort.sort(out, out + count, last);
   }
 
   const char* op_;
@@ -169,8 +168,8 @@ class Update {
   std::vector<Rows> grads_;
   std::vector<UpdateTable> tables_;
   std::vector<std::pair<uintptr_t, uintptr_t>> places_;
-  std::vector<int64_t> first_;  // lookup of each table, in all; and their number
-  uint64_t rows_ = 0;
+  TensorList factors_;
+  uint64_t rows_ = 1;  // of the largest table, at least 1
 };
 
 void sgd(const TensorList& grads, const TensorList& weights, const TensorList& trails,
