@@ -138,6 +138,29 @@ def test_many_lookups_of_few_rows_and_of_many(rows, level):
     assert torch.equal(hessian, want.square())
 
 
+@pytest.mark.parametrize("sizes", [(1, 5000, 40, 1), (1, 1), (3000, 1, 70000)], ids=str)
+def test_tables_of_different_sizes_are_sorted_apart(sizes, level):
+    """Tables with fewer rows go through as many passes of the sort; their lookups meet only their own rows."""
+    torch.manual_seed(len(sizes))
+    bags, dim = 3000, 5
+    indices = [torch.randint(rows, (bags,)) for rows in sizes]
+    grads = [torch.randint(-4, 5, (bags, dim)).float() for _ in sizes]
+    factors = [torch.randint(1, 4, (bags,)).float() for _ in sizes]
+    none, offsets = [NONE] * len(sizes), [torch.arange(bags)] * len(sizes)
+    for threads in (1, 2):
+        weights = [torch.zeros(rows, dim) for rows in sizes]
+        last = (indices, offsets, factors, "sum", False, 0.5, 0.0)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            ops.merged_embeddingbag_sgd(grads, weights, none, *last)
+        finally:
+            torch.set_num_threads(before)
+        for weight, rows, grad, factor in zip(weights, indices, grads, factors, strict=True):
+            want = torch.zeros_like(weight).index_add_(0, rows, grad * factor[:, None])
+            assert torch.equal(weight, -0.5 * want)
+
+
 def test_split_tables_keep_all_bits(level):
     """A step of nothing leaves each number as it is, infinities and denormal ones too."""
     torch.manual_seed(0)
