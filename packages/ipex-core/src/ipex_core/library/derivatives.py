@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ __all__ = [
     "flattened",
     "has_tangent",
     "mark_overwritten",
+    "tensors_in",
 ]
 
 
@@ -140,17 +141,18 @@ class VjpOfReference(torch.autograd.Function):
         return (None, None, None, None, *result)
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the values and in lists among them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def check_not_leaf(op: str, written: Iterable[Any]) -> None:
     """Raise for a leaf that requires a gradient among the tensors that an op overwrites, as torch's own ops do."""
-    for value in _tensors(written):
+    for value in tensors_in(written):
         if value.requires_grad and value.is_leaf:
             raise RuntimeError(
                 f"{op}: is not differentiable and would overwrite a leaf that requires a gradient;"
@@ -166,8 +168,8 @@ def mark_overwritten(op: str, written: Iterable[Any], inputs: Sequence[Any]) -> 
         written: The tensors, or lists of them.
         inputs: All tensors that the new values depend on.
     """
-    wanted = [v for v in _tensors(inputs) if v.requires_grad]
-    for value in _tensors(written):
+    wanted = [v for v in tensors_in(inputs) if v.requires_grad]
+    for value in tensors_in(written):
         # A cache is overwritten at each step: one mark is enough, more would be a chain without end.
         if value.is_floating_point() and type(value.grad_fn).__name__ != "_OverwrittenBackward":
             _Overwritten.apply(op, value, *wanted)  # type: ignore[no-untyped-call]

@@ -17,12 +17,13 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ipex_core.errors import UnknownOpError
+from ipex_core.library.derivatives import tensors_in
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS, OpSpec, Sample
 
@@ -103,16 +104,7 @@ def _results(spec: OpSpec, out: Any, args: list[Any], kwargs: dict[str, Any]) ->
     outputs = () if out is None else out if isinstance(out, tuple) else (out,)
     by_name = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
     written = (by_name.get(name) for name in spec.mutates)
-    return (*outputs, *_tensors(written))
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the values and in lists among them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+    return (*outputs, *tensors_in(written))
 
 
 def reference_result(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
@@ -167,8 +159,8 @@ def assert_inputs_unchanged(spec: OpSpec, sample: Sample) -> None:
     """Check that a call writes only to the inputs that its schema names, and that no output shares memory with one."""
     args, kwargs = _with_copies(spec, sample)
     named = {**dict(zip(_argument_names(spec), args, strict=False)), **kwargs}
-    everything = list(_tensors(named.values()))
-    tensors = list(_tensors(v for k, v in named.items() if k not in spec.mutates))
+    everything = list(tensors_in(named.values()))
+    tensors = list(tensors_in(v for k, v in named.items() if k not in spec.mutates))
     before = [t.clone() for t in tensors]
     out = spec.op(*args, **kwargs)
     outputs = () if out is None else out if isinstance(out, tuple) else (out,)
