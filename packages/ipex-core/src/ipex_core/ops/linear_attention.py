@@ -320,7 +320,7 @@ def _check_heads(a: Arguments, x: Any, name: str, keys: tuple[str, str]) -> tupl
 
 def _check_state(a: Arguments, x: Tensor, shape: list[int], of: str) -> int:
     """Check a state and return its number of rows."""
-    states = a.state.shape[0] if a.state.dim() == 4 else 0
+    states = a.state.shape[0] if a.state.dim() == len(shape) + 1 else 0
     check_float32(a.op, "state", a.state, [states, *shape], x, of)
     check_writable(a.op, "state", a.state)
     check_contiguous(a.op, "state", a.state)
@@ -632,11 +632,7 @@ def _selective_check(a: Arguments) -> None:
     check_float32(a.op, "A", a.A, [shape[1], channels], a.x, "x")
     for name in ("D", "dt_bias"):
         check_float32(a.op, name, getattr(a, name), [channels], a.x, "x")
-    states = a.state.shape[0] if a.state.dim() == 3 else 0
-    check_float32(a.op, "state", a.state, [states, shape[1], channels], a.x, "x")
-    check_writable(a.op, "state", a.state)
-    check_contiguous(a.op, "state", a.state)
-    _check_spans(a, rows, states)
+    _check_spans(a, rows, _check_state(a, a.x, [shape[1], channels], "x"))
 
 
 def _selective_inputs(
