@@ -238,9 +238,8 @@ def _shrink(config: Any, unknown: bool) -> None:
             setattr(config, name, new)
     if _get(config, "n_group") != 0 and _integer(_get(config, "topk_group")):
         config.topk_group = min(config.topk_group, max(1, _get(config, "n_group") or 1))
-    straight = _get(config, "qk_nope_head_dim")
-    if sizes.active and turned and _integer(straight):
-        config.qk_head_dim = straight + _get(config, "qk_rope_head_dim")
+    if sizes.active and turned and _integer(_get(config, "qk_nope_head_dim")):
+        config.qk_head_dim = _get(config, "qk_nope_head_dim") + _get(config, "qk_rope_head_dim")
     if sizes.active:
         _state_space(config)
         _shrink_overrides(config, sizes)
