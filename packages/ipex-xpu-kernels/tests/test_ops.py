@@ -70,6 +70,8 @@ LOOSE = {
     ("nn.functional.normalize", torch.bfloat16): 1e-1,
     # What the taps give is rounded before it is summed.
     **{(f"nn.functional.conv_transpose{n}d", torch.bfloat16): 3e-1 for n in (1, 2)},
+    # Hosts without bfloat16 round sums of the taps on the way.
+    ("nn.functional.conv1d", torch.bfloat16): 5e-2,
     # The host is up to 0.94 away from float64, the device up to 1.07, of numbers up to 145.
     ("nn.functional.conv_transpose3d", torch.bfloat16): 8e-1,
 }

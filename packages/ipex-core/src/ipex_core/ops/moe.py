@@ -32,7 +32,7 @@ def _sparsemixer(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Ten
     taken = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     for _ in range(top_k):
         left = logits.masked_fill(taken, -float("inf"))
-        chosen = left.sort(dim=-1, descending=True, stable=True).indices[:, :1]
+        chosen = left.argmax(-1, keepdim=True)  # the first of equal ones
         top = left.gather(1, chosen)
         low = (top - logits) / torch.maximum(logits.abs(), top) > 2 * jitter
         scores = torch.softmax(left.masked_fill(low, -float("inf")), -1)
