@@ -267,11 +267,11 @@ def _match(cat: fx.Node) -> _Rotation | None:
     shape = None if found is None else shape_of(found["x"])
     if root is None or found is None or shape is None or len(shape) not in (3, 4):
         return None
-    tables = [_table(found[name], len(shape)) for name in ("cos", "sin")]
-    if None in tables or tables[0][1] != tables[1][1]:  # type: ignore[index]
+    cos, sin = (_table(found[name], len(shape)) for name in ("cos", "sin"))
+    if cos is None or sin is None or cos[1] != sin[1]:
         return None
-    (cos, heads), (sin, _) = tables  # type: ignore[misc]
-    match = _Rotation(root, found["x"], cos, sin, list(found.passed[1:]), shape[-1], heads)
+    passed = list(found.passed[1:])
+    match = _Rotation(root, found["x"], cos[0], sin[0], passed, shape[-1], heads=cos[1])
     _widen(match)
     return match
 
