@@ -3,10 +3,13 @@
 
     python packages/ipex-llm/benchmarks/vllm_speed.py                        # a Llama of 1.1B, random weights, bfloat16
     python packages/ipex-llm/benchmarks/vllm_speed.py --model ./checkpoint --streams 1 16 --prompt 1024
+    python packages/ipex-llm/benchmarks/vllm_speed.py --int4                 # the same with 4 bits, in groups of 128
+    python packages/ipex-llm/benchmarks/vllm_speed.py --ranks 2 --wheel ./other/bin/python
 
-Run it in the environment of vLLM. Each side has a process of its own, which waits while the other one measures; they
-take turns. The time of a token is the time of a request without the time of the same request that ends after its first
-token, so it has no prompt in it. Ratios are of one turn; the table has medians.
+Run it in the environment of vLLM. Each side has a process of its own, which waits while the other ones measure; they
+take turns. `--ranks` adds a side with that many tensor-parallel ranks, `--wheel` one in another environment: of vLLM's
+build for CPUs, say. The time of a token is the time of a request without the time of the same request that ends after
+its first token, so it has no prompt in it. Ratios are of one turn, to the first side; the table has medians.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHORT, NEW = 32, 48
+SHORT = 8
 
 
 def prompts(length: int, streams: int, turn: int) -> list[list[int]]:
@@ -33,7 +36,9 @@ def prompts(length: int, streams: int, turn: int) -> list[list[int]]:
     return [[generator.randrange(10, 30000) for _ in range(length)] for _ in range(streams)]
 
 
-def vllm_side(model: str, streams: int, eager: bool) -> Callable[[list[list[int]], int], None]:
+def vllm_side(
+    model: str, streams: int, longest: int, eager: bool, ranks: int
+) -> Callable[[list[list[int]], int], None]:
     """Return what generates with vLLM."""
     from vllm import LLM, SamplingParams
 
@@ -42,9 +47,11 @@ def vllm_side(model: str, streams: int, eager: bool) -> Callable[[list[list[int]
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=streams,
+        max_num_batched_tokens=longest,
         skip_tokenizer_init=True,
         enforce_eager=eager,
         kv_cache_memory_bytes=1 << 30,
+        tensor_parallel_size=ranks,
     )
 
     def run(given: list[list[int]], new: int) -> None:
@@ -54,23 +61,18 @@ def vllm_side(model: str, streams: int, eager: bool) -> Callable[[list[list[int]
     return run
 
 
-def ipex_side(model: str, streams: int, eager: bool) -> Callable[[list[list[int]], int], None]:
+def ipex_side(
+    model: str, streams: int, longest: int, eager: bool, ranks: int
+) -> Callable[[list[list[int]], int], None]:
     """Return what generates with the engine of ipex."""
-    del eager
-    import torch
-    import transformers
-
-    import ipex
+    del eager, ranks
     from ipex_llm.engine import Engine, SamplingParams
+    from ipex_llm.entrypoints.cli.common import load_model
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.bfloat16, trust_remote_code=False
-    )
-    prepared = ipex.llm.optimize(loaded.eval(), dtype=torch.bfloat16)
     engine = Engine(
-        prepared,
+        load_model(Path(model), "bf16"),
         max_num_seqs=streams,
-        max_tokens_per_step=2048,
+        max_tokens_per_step=longest,
         max_model_len=2048,
         cache_bytes=1 << 30,
     )
@@ -81,14 +83,11 @@ def ipex_side(model: str, streams: int, eager: bool) -> Callable[[list[list[int]
     return run
 
 
-SIDES = {"vllm": vllm_side, "ipex": ipex_side}
-
-
-def child(side: str, model: str, streams: int, eager: bool) -> None:
+def child(side: str, model: str, streams: int, longest: int, eager: bool, ranks: int) -> None:
     """Answer each line of standard input, ``[length, streams, new, turn]``, with seconds."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    run = SIDES[side](model, streams, eager)
+    run = (ipex_side if side == "ipex" else vllm_side)(model, streams, longest, eager, ranks)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         length, count, new, turn = json.loads(line)
@@ -102,9 +101,16 @@ class Side:
     """The process of one side."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, model: str) -> None:
-        command = [sys.executable, __file__, "--side", name, "--model", model]
-        command += ["--streams", str(max(arguments.streams)), *["--eager"] * arguments.eager]
+        self.new = arguments.new
+        wheel = name == "wheel"
+        ranks = arguments.ranks if name == "ranks" else 1
+        command = [arguments.wheel if wheel else sys.executable, __file__, "--side", name]
+        command += ["--model", model, "--ranks", str(ranks)]
+        command += ["--streams", str(max(arguments.streams)), "--prompt", str(arguments.prompt)]
+        command += ["--eager"] * arguments.eager
         env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+        if wheel:
+            env.pop("PYTHONPATH", None)  # it may have the plug-in
         self.process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -126,32 +132,47 @@ class Side:
 
     def step(self, streams: int, turn: int) -> float:
         """Return the time of one token of all streams."""
-        whole = self.seconds(SHORT, streams, NEW + 1, 2 * turn)
+        whole = self.seconds(SHORT, streams, self.new + 1, 2 * turn)
         first = self.seconds(SHORT, streams, 1, 2 * turn + 1)
-        return (whole - first) / NEW
+        return (whole - first) / self.new
+
+
+def write_model(folder: Path, int4: bool) -> Path:
+    """Write the Llama of 1.1B with random weights, and with 4 bits if asked; return its folder."""
+    from ipex_llm.model_loader.make import make_folder
+    from ipex_llm.model_loader.quantize import quantize_folder
+    from ipex_llm.model_loader.schemes import make_scheme
+
+    make_folder(folder / "llama", "1b")
+    if not int4:
+        return folder / "llama"
+    quantize_folder(folder / "llama", folder / "int4", make_scheme("int4"))
+    return folder / "int4"
 
 
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="folder of a checkpoint; a random one of 1.1B without")
+    parser.add_argument("--int4", action="store_true", help="the random one with int4 weights")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the long prompt")
+    parser.add_argument("--new", type=int, default=48, help="tokens of which a time is the mean")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=1, help="also vLLM with these ranks")
+    parser.add_argument("--wheel", help="also vLLM of the environment of this Python")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
-        child(arguments.side, arguments.model, max(arguments.streams), arguments.eager)
+        streams, eager = max(arguments.streams), arguments.eager
+        longest = max(arguments.prompt, SHORT * streams)
+        child(arguments.side, arguments.model, streams, longest, eager, arguments.ranks)
         return
+    names = ["vllm", "ipex"] + ["ranks"] * (arguments.ranks > 1) + ["wheel"] * bool(arguments.wheel)
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model
-        if model is None:
-            from ipex_llm.model_loader.make import make_folder
-
-            model = str(Path(folder, "llama"))
-            make_folder(Path(model), "1b")
-        sides = {name: Side(name, arguments, model) for name in SIDES}
+        model = arguments.model or str(write_model(Path(folder), arguments.int4))
+        sides = {name: Side(name, arguments, model) for name in names}
         works: dict[str, Callable[[Side, int], float]] = {
             f"ms for a token of {n} stream{'s' * (n > 1)}": lambda side, turn, n=n: side.step(
                 n, turn
@@ -162,16 +183,21 @@ def main() -> None:
         works[f"ms to the first token of {long}"] = lambda side, turn: side.seconds(
             long, 1, 1, turn
         )
-        print("| | vLLM | ipex | vLLM / ipex |\n|---|---|---|---|")
+        print("| | " + " | ".join([*names, *(f"vllm / {name}" for name in names[1:])]) + " |")
+        print("|---" * 2 * len(names) + "|")
         for label, work in works.items():
-            found = {name: [] for name in SIDES}
+            found: dict[str, list[float]] = {name: [] for name in names}
             for turn in range(arguments.turns + 1):
-                for name, side in sides.items():
-                    found[name].append(work(side, turn))
-            rows = [values[1:] for values in found.values()]  # the first turn warms up
-            ratio = statistics.median(a / b for a, b in zip(*rows, strict=True))
-            shown = " | ".join(f"{1e3 * statistics.median(row):.1f}" for row in rows)
-            print(f"| {label} | {shown} | {ratio:.2f} |", flush=True)
+                for name in names if turn % 2 else names[::-1]:
+                    found[name].append(work(sides[name], turn))
+            rows = {name: found[name][1:] for name in names}  # the first turn warms up
+            shown = [f"{1e3 * statistics.median(row):.1f}" for row in rows.values()]
+            for name in names[1:]:
+                ratios = [a / b for a, b in zip(rows["vllm"], rows[name], strict=True)]
+                shown.append(
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+                )
+            print(f"| {label} | " + " | ".join(shown) + " |", flush=True)
 
 
 if __name__ == "__main__":
