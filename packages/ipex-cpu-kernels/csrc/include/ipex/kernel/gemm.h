@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "ipex/kernel/vec.h"
 
@@ -18,9 +19,10 @@ namespace {
 inline constexpr int kPanel = 32;
 
 // Register tile of the vector kernels: kTileRows x (kTileVectors * kLanes) accumulators. AVX-512
-// keeps 24 of its 32 registers as accumulators; the others have 16 registers.
-inline constexpr int kTileRows = kLanes == 16 ? 6 : 4;
-inline constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
+// keeps 24 of its 32 registers as accumulators; the others have 16 registers and keep 12. A tile
+// of four vectors reads whole cache lines of the weights in their order.
+inline constexpr int kTileRows = kLanes == 16 ? 6 : 3;
+inline constexpr int kTileVectors = 4;
 
 // Rows that callers should pass at a time: a multiple of the tile height, small enough for C to
 // stay in L1.
@@ -122,25 +124,38 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const BFloat16* p0, const
                           int first, int64_t k, float* c, int64_t ldc, bool accumulate) {
   f32v acc[kRows][kVectors];
   load_tile(acc, c, ldc, accumulate);
+  // One row has too few sums to hide the latency of two FMAs in a row, so each half has its own.
+  constexpr bool kApart = kRows == 1;
+  f32v apart[kVectors];
+  if constexpr (kApart)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) apart[v] = zero();
   const float* w[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v)
     w[v] = reinterpret_cast<const float*>(column(p0, p1, first + v, 2));
   for (int64_t i = 0; i < k; i += 2) {
-    f32v even[kVectors], odd[kVectors];
+    f32v x0[kRows], x1[kRows];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      x0[r] = set1(a[r * lda + i]);
+      x1[r] = set1(a[r * lda + i + 1]);
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const f32v pair = load(w[v] + i / 2 * kPanel);
-      even[v] = as_float(as_int(pair) << 16);
-      odd[v] = clear_bits(pair, 0xffff);
-    }
+      const f32v even = as_float(as_int(pair) << 16), odd = clear_bits(pair, 0xffff);
 #pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const f32v x0 = set1(a[r * lda + i]), x1 = set1(a[r * lda + i + 1]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(x1, odd[v], fma(x0, even[v], acc[r][v]));
+      for (int r = 0; r < kRows; ++r) {
+        acc[r][v] = fma(x0[r], even, acc[r][v]);
+        f32v& second = kApart ? apart[v] : acc[r][v];
+        second = fma(x1[r], odd, second);
+      }
     }
   }
+  if constexpr (kApart)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) acc[0][v] = acc[0][v] + apart[v];
   store_tile(acc, c, ldc);
 }
 
@@ -173,7 +188,7 @@ void panels_fma(const float* a, int64_t lda, int64_t rows, const W* p0, const W*
         tile_fma<kRows, kTileVectors>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes, ldc,
                                       accumulate);
       });
-    if constexpr (kTileVectors > 2) {
+    if constexpr (kLanes == 16) {  // one panel of two vectors
       for (; v < vectors; v += 2)
         with_rows(n, [&]<int kRows>() IPEX_LAMBDA {
           tile_fma<kRows, 2>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes, ldc,
@@ -197,21 +212,48 @@ void convert_rows(const T* a, int64_t lda, int64_t rows, int64_t k, float* to) {
   }
 }
 
+// Depth of what is converted of W at a time, which stays in L1, and from how many rows on that is
+// done.
+inline constexpr int64_t kWideDepth = 64, kWideRows = 12;
+
+// `k` steps of a panel as float [k][32].
+inline void convert_panel(const BFloat16* p, int64_t k, float* to) {
+  const auto* pairs = reinterpret_cast<const float*>(p);
+  for (int64_t i = 0; i < k; i += 2)
+    for (int64_t v = 0; v < kPanel; v += kLanes) {
+      const f32v pair = load(pairs + i / 2 * kPanel + v);
+      store(to + i * kPanel + v, as_float(as_int(pair) << 16));
+      store(to + (i + 1) * kPanel + v, clear_bits(pair, 0xffff));
+    }
+}
+
 // Any type, with A converted piece by piece.
 template <class T>
 void panels_converted(const T* a, int64_t lda, int64_t rows, const T* p0, const T* p1, int64_t k,
                       float* c, int64_t ldc, bool accumulate) {
   alignas(64) float row_copy[kTileRows * kDepth];
-  for (int64_t r = 0; r < rows; r += kTileRows) {
-    const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
-    for (int64_t d = 0; d == 0 || d < k; d += kDepth) {  // k = 0 gives zeros
-      const int64_t depth = k - d < kDepth ? k - d : kDepth;
+  const auto pieces = [&](const auto* w0, const auto* w1, int64_t d, int64_t depth) {
+    for (int64_t r = 0; r < rows; r += kTileRows) {
+      const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
       convert_rows(a + r * lda + d, lda, n, depth, row_copy);
-      const int64_t skip = d * kPanel;
-      panels_fma(row_copy, kDepth, n, p0 + skip, p1 ? p1 + skip : nullptr, depth, c + r * ldc, ldc,
-                 accumulate || d > 0);
+      panels_fma(row_copy, kDepth, n, w0, w1, depth, c + r * ldc, ldc, accumulate || d > 0);
+    }
+  };
+  // A tile of few sums converts each number too often: many rows multiply floats.
+  if constexpr (kLanes < 16 && std::is_same_v<T, BFloat16>) {
+    if (rows >= kWideRows) {
+      alignas(64) float wide[2][kWideDepth * kPanel];
+      for (int64_t d = 0; d == 0 || d < k; d += kWideDepth) {  // k = 0 gives zeros
+        const int64_t depth = k - d < kWideDepth ? k - d : kWideDepth;
+        convert_panel(p0 + d * kPanel, depth, wide[0]);
+        if (p1) convert_panel(p1 + d * kPanel, depth, wide[1]);
+        pieces(wide[0], p1 ? wide[1] : nullptr, d, depth);
+      }
+      return;
     }
   }
+  for (int64_t d = 0; d == 0 || d < k; d += kDepth)  // as above
+    pieces(p0 + d * kPanel, p1 ? p1 + d * kPanel : nullptr, d, k - d < kDepth ? k - d : kDepth);
 }
 
 #if IPEX_HAVE_AVX512_BF16

@@ -21,8 +21,9 @@ inline constexpr bool kHaveVnni = IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI;
 // Largest K for which no sum of uint8 * int8 products leaves int32.
 inline constexpr int64_t kMaxDepth8 = 65536;
 
-// Register tile: accumulators of kTileRows8 rows and kTileVectors vectors of columns.
+// Register tile: accumulators of kTileRows8 rows and kTileVectors8 vectors of columns.
 inline constexpr int kTileRows8 = kHaveVnni ? 6 : 4;
+inline constexpr int kTileVectors8 = kLanes == 16 ? 4 : 2;
 
 // Rows that callers should pass at a time; see kRowStep.
 inline constexpr int kRowStep8 = IPEX_HAVE_AMX ? 32 : 24;
@@ -96,12 +97,12 @@ inline void panels_dot8(const uint8_t* a, int64_t lda, int64_t rows, const int8_
   for (int64_t r = 0; r < rows; r += kTileRows8) {
     const int64_t n = rows - r < kTileRows8 ? rows - r : kTileRows8;
     int v = 0;
-    for (; v + kTileVectors <= vectors; v += kTileVectors)
+    for (; v + kTileVectors8 <= vectors; v += kTileVectors8)
       with_rows<kTileRows8>(n, [&]<int kRows>() IPEX_LAMBDA {
-        tile_dot8<kRows, kTileVectors>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes,
-                                       ldc, accumulate);
+        tile_dot8<kRows, kTileVectors8>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes,
+                                        ldc, accumulate);
       });
-    if constexpr (kTileVectors > 2) {
+    if constexpr (kTileVectors8 > 2) {
       for (; v < vectors; v += 2)
         with_rows<kTileRows8>(n, [&]<int kRows>() IPEX_LAMBDA {
           tile_dot8<kRows, 2>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes, ldc,
