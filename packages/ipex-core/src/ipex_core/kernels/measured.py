@@ -59,7 +59,7 @@ class Row(NamedTuple):
 _forced: dict[str, str] = {}
 _table: dict[_Key, dict[str, list[tuple[_Sizes, str]]]] | None = None
 _kept: dict[tuple[str, torch.dtype, int, _Sizes], str | None] = {}
-_stays: dict[tuple[str, torch.dtype, int, _Sizes], bool] = {}
+_stays: dict[tuple[str, torch.dtype, int, _Sizes, int], bool] = {}
 
 
 def rows(file: Path = FILE) -> Iterator[Row]:
@@ -101,25 +101,29 @@ def side(op: str, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
     return _kept[key]
 
 
-def stays_stock(op: str, x: torch.Tensor) -> bool:
+def stays_stock(op: str, x: torch.Tensor, columns: int = 0) -> bool:
     """Return whether the stock op is to run a layer; quick, for the beginning of a forward.
 
     A small layer takes as long as the Python code around it, so this comes before all else that a layer looks at.
 
     Args:
-        op: ``"layer_norm"``, ``"rms_norm"`` or ``"softmax"``, whose sizes are rows and columns, or ``"gelu:none"`` or
-            ``"gelu:tanh"``, whose size is the number of elements.
+        op: ``"layer_norm"``, ``"rms_norm"`` or ``"softmax"``, whose sizes are rows and columns, ``"gelu:none"`` or
+            ``"gelu:tanh"``, whose size is the number of elements, or ``"bmm"``, whose sizes are the ones of `x` and the
+            columns of the other operand.
         x: The input of any type; what is no plain tensor does not stay.
+        columns: Of the other operand of ``"bmm"``.
     """
     if type(x) is not torch.Tensor or x.is_nested or torch.compiler.is_compiling():
         return False
-    key = (op, x.dtype, torch.get_num_threads(), x.shape)
+    key = (op, x.dtype, torch.get_num_threads(), x.shape, columns)
     known = _stays.get(key)
     if known is None or _forced:
-        count, columns = x.numel(), x.shape[-1] if x.dim() else 0
-        if type(columns) is not int or columns == 0:  # a symbol, in a trace
+        count, last = x.numel(), x.shape[-1] if x.dim() else 0
+        if type(last) is not int or last == 0 or type(columns) is not int:  # a symbol, in a trace
             return False
-        sizes = (count,) if op.startswith("gelu") else (count // columns, columns)
+        sizes: _Sizes = (count,) if op.startswith("gelu") else (count // last, last)
+        if op == "bmm":
+            sizes = (*x.shape, columns)
         known = side(op, x.dtype, sizes) == "stock"
         if not _forced:
             if len(_stays) >= _MOST_KEPT:
