@@ -49,6 +49,7 @@ UNPROVEN: frozenset[str] = frozenset(
 
 _CONFIG_NAMES = {
     "Gemma3": "Gemma3TextConfig",
+    "Gemma3n": "Gemma3nTextConfig",
     "Gemma4": "Gemma4TextConfig",
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
     "Llama4": "Llama4TextConfig",
@@ -56,7 +57,7 @@ _CONFIG_NAMES = {
 }
 
 #: Families whose whole decoder is not matched on purpose.
-UNMATCHED: frozenset[str] = frozenset({"gemma4_moe", "jamba_gelu", "mllama", "yuan"})
+UNMATCHED: frozenset[str] = frozenset({"jamba_gelu", "mllama", "yuan"})
 
 
 @torch.no_grad()

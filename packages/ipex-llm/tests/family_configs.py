@@ -219,6 +219,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
+    # Several streams, layers of low rank beside attention, and gates of which little is left in the first layers.
+    "gemma3n": (
+        "Gemma3n",
+        {
+            **BASE,
+            "num_hidden_layers": 5,
+            "layer_types": [_SLIDING, "full_attention", _SLIDING, _SLIDING, "full_attention"],
+            "num_kv_shared_layers": 2,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "activation_sparsity_pattern": [0.9, 0.8, 0.0, 0.0, 0.9],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB - 6,  # the last tokens have no row of their own
+            "laurel_rank": 8,
+            "altup_num_inputs": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma4_unified": (
         "Gemma4Unified",
         {k: v for k, v in _GEMMA4.items() if k != "hidden_size_per_layer_input"},
@@ -286,6 +304,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo": ("Olmo", {**BASE, "clip_qkv": 0.9}),
     "olmo2": ("Olmo2", {**BASE}),
+    "apertus": ("Apertus", {**BASE}),
+    "bitnet": ("BitNet", {**BASE}),
     "cohere": ("Cohere", {**BASE, "tie_word_embeddings": True}),
     "cohere_qk_norm": ("Cohere", {**BASE, "use_qk_norm": True}),
     "cohere2": ("Cohere2", {**BASE, **FOUR_LAYERS, "sliding_window": WINDOW}),

@@ -58,6 +58,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5", _DELTA),
+    # Strengths of the delta rule up to two, and attention without rotation.
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "falcon_h1": (
         "FalconH1",

@@ -224,6 +224,38 @@ def test_experts() -> None:
     assert not first("qwen2_moe").renormalize
 
 
+@pytest.mark.skipif("apertus" not in CAUSAL, reason="newer than this one")
+@torch.no_grad()
+def test_learned_activation() -> None:
+    model = FAMILIES["apertus"]()
+    act = model.model.layers[1].mlp.act_fn
+    plan = match(model)
+    mlp = plan.layers[1].mlp
+    assert isinstance(mlp, MlpPlan) and mlp.learned is act and mlp.gate is None
+    ids = tokens(2)
+    fast = ipex_llm.optimize(copy.deepcopy(model), dtype=torch.float32)
+    assert record_of(fast.model).runner is not None
+    fast(ids)
+    for one in (model, fast):  # programs have the numbers, and notice others
+        one.model.layers[1].mlp.act_fn.alpha_p.add_(0.5)
+    want = model(ids).logits
+    torch.testing.assert_close(fast(ids).logits, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+    act.forward = lambda x: act._xielu_python(x) + 0.1
+    with pytest.raises(MatchError, match="has an unknown activation"):
+        match(model)
+
+
+@pytest.mark.skipif("bitnet" not in CAUSAL, reason="newer than this one")
+def test_norms_before_projections() -> None:
+    model = FAMILIES["bitnet"]()
+    for layer, module in zip(match(model).layers, model.model.layers, strict=True):
+        mlp, attention = layer.mlp, layer.attention
+        assert isinstance(mlp, MlpPlan) and isinstance(attention, AttentionPlan)
+        assert mlp.inner_norm is not None and attention.output_norm is not None
+        assert mlp.inner_norm.module is module.mlp.ffn_sub_norm
+        assert attention.output_norm.module is module.self_attn.attn_sub_norm
+
+
 @pytest.mark.skipif(OLD or not hasattr(transformers, "AfmoeConfig"), reason="newer than this one")
 def test_gate_with_a_projection_of_its_own() -> None:
     config = transformers.AfmoeConfig(

@@ -14,7 +14,7 @@ from families import VOCAB
 from recurrent_models import NAMES, build
 
 import ipex
-from ipex_llm.arch import ScanPlan
+from ipex_llm.arch import DeltaPlan, ScanPlan
 from ipex_llm.arch.detect import MatchError, match
 from ipex_llm.arch.reference import verify
 from ipex_llm.kv_cache import PagedCache, Sequences, StateShape
@@ -59,6 +59,22 @@ def test_structure(name: str) -> None:
     assert kinds.count("AttentionPlan") + aside == len(plan.attentions) == attentions
     assert plan.has_states
     assert verify(model, plan) < 1e-4
+
+
+@pytest.mark.skipif("olmo_hybrid" not in NAMES, reason="newer than this transformers")
+@torch.no_grad()
+def test_strength_of_the_delta_rule() -> None:
+    model = build("olmo_hybrid")
+    assert [a.strength for a in _deltas(model)] == [2.0] * 3
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.allow_neg_eigval = False
+    assert [a.strength for a in _deltas(model)] == [1.0] * 3
+
+
+def _deltas(model: Any) -> list[DeltaPlan]:
+    found = [layer.attention for layer in match(model).layers]
+    return [one for one in found if isinstance(one, DeltaPlan)]
 
 
 @pytest.mark.parametrize("name", NAMES)

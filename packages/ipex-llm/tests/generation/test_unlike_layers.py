@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with heads of unlike sizes, keys as values, shared keys and values, and rows of their own for each token."""
+"""Layers with heads of unlike sizes, keys as values, shared keys and values, experts beside the mlp, several streams,
+and rows of their own for each token.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import CAUSAL, WINDOW, build, tokens
+from families import CAUSAL, VOCAB, WINDOW, build, tokens
 
 import ipex
 from ipex_core.errors import OpArgumentError
-from ipex_llm.arch import AttentionPlan
+from ipex_llm.arch import AttentionPlan, ExpertsPlan
 from ipex_llm.arch.detect import MatchError, match
 from ipex_llm.arch.reference import verify
 from ipex_llm.distributed.group import TensorParallel
@@ -21,7 +23,8 @@ from ipex_llm.distributed.shard import check_shards
 from ipex_llm.engine import Engine, SamplingParams
 from ipex_llm.records import record_of
 
-NAMES = [name for name in ("gemma4", "gemma4_shared", "gemma4_unified") if name in CAUSAL]
+_EVERY = ("gemma4", "gemma4_shared", "gemma4_moe", "gemma4_unified", "gemma3n")
+NAMES = [name for name in _EVERY if name in CAUSAL]
 pytestmark = pytest.mark.skipif(not NAMES, reason="this transformers has no Gemma 4")
 
 
@@ -71,6 +74,38 @@ def test_structure_of_shared_layers() -> None:
     assert verify(model, plan) < 1e-5
 
 
+def test_structure_of_experts() -> None:
+    model = build("gemma4_moe")
+    plan = match(model)
+    for layer, module in zip(plan.layers, model.model.layers, strict=True):
+        mlp = layer.mlp
+        assert isinstance(mlp, ExpertsPlan) and mlp.norms is not None and mlp.shared is not None
+        assert (mlp.experts, mlp.top_k, mlp.activation) == (4, 2, "gelu_tanh")
+        assert mlp.expert_scales is module.router.per_expert_scale
+        assert mlp.norms.input.module is module.pre_feedforward_layernorm_2
+    assert verify(model, plan) < 1e-5
+
+
+def test_structure_of_streams() -> None:
+    model = build("gemma3n")
+    plan = match(model)
+    assert plan.streams is not None and len(plan.streams.first) == len(plan.streams.last) == 2
+    assert [layer.attention.source for layer in plan.layers] == [None, None, None, 2, 1]
+    cutoffs = [layer.mlp.cutoff for layer in plan.layers]
+    assert cutoffs[2:4] == [None, None] and cutoffs[0] == pytest.approx(1.2815516)
+    for layer in plan.layers:
+        assert layer.low is not None and layer.low.factor == 2.0**-0.5
+        assert layer.streams is not None and layer.streams.count == 3
+    assert verify(model, plan) < 1e-5
+
+
+@torch.no_grad()
+def test_tokens_without_rows() -> None:
+    model, fast = build("gemma3n"), optimized("gemma3n")
+    ids = torch.arange(VOCAB - 12, VOCAB).view(1, -1)
+    close(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_same_answers(name: str) -> None:
@@ -107,7 +142,8 @@ def test_pieces(name: str) -> None:
         states, model(ids, use_cache=False, output_hidden_states=True).hidden_states, strict=True
     ):
         close(got, stock)
-    close(fast(inputs_embeds=fast.get_input_embeddings()(ids)).logits, want.logits)
+    rows = fast.get_input_embeddings()(ids)  # Gemma 3n answers otherwise than for the tokens
+    close(fast(inputs_embeds=rows).logits, model(inputs_embeds=rows).logits)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,13 +183,14 @@ def test_fewer_bits(name: str) -> None:
     assert off(cached) < 2e-3
 
 
+@pytest.mark.parametrize("bits", ["INT8", "INT4"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_quantized_weights(name: str) -> None:
+def test_quantized_weights(name: str, bits: str) -> None:
     found, ids = [], tokens(2, 19)
     for depth in (3, 1):
         config = ipex.quantization.get_weight_only_quant_qconfig_mapping(
-            weight_dtype=ipex.quantization.WoqWeightDtype.INT8, group_size=-1
+            weight_dtype=ipex.quantization.WoqWeightDtype[bits], group_size=-1
         )
         fast = ipex.llm.optimize(
             build(name), dtype=torch.float32, quantization_config=config, depth=depth
@@ -177,11 +214,27 @@ def test_what_is_not_understood() -> None:
     with pytest.raises(MatchError, match="adds its blocks in a way"):
         match(model)
     close(ipex.llm.optimize(copy.deepcopy(model))(ids).logits, model(ids).logits)
+    model = build("gemma3n")
+    model.model.layers[1].laurel.post_laurel_norm = Sine()
+    with pytest.raises(MatchError, match="adds its blocks to its streams"):
+        match(model)
+    close(ipex.llm.optimize(copy.deepcopy(model))(ids).logits, model(ids).logits)
+    model = build("gemma4_moe")
+    model.model.layers[0].router.norm = Sine()
+    with pytest.raises(MatchError, match="without norms around them"):
+        match(model)
+    close(ipex.llm.optimize(copy.deepcopy(model))(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("gemma4_shared", "reads the tokens"), ("gemma4", "whose values are its keys")],
+    [
+        ("gemma4_shared", "reads the tokens"),
+        ("gemma4", "whose values are its keys"),
+        ("gemma4_moe", "norms around them"),
+        ("gemma3n", "reads the tokens"),
+        ("bitnet", "a norm between"),
+    ],
 )
 def test_is_not_divided(name: str, text: str) -> None:
     ranks = TensorParallel(None, 0, 2, None, 1.0, "")

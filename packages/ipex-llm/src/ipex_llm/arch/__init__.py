@@ -22,10 +22,12 @@ __all__ = [
     "ConvPlan",
     "DecoderPlan",
     "DeltaPlan",
+    "ExpertNormsPlan",
     "ExpertsPlan",
     "LatentPlan",
     "LayerPlan",
     "LinearPlan",
+    "LowRankPlan",
     "MixerPlan",
     "MlpPlan",
     "NormPlan",
@@ -33,6 +35,8 @@ __all__ = [
     "ScanPlan",
     "SelectivePlan",
     "SidePlan",
+    "StreamEndsPlan",
+    "StreamsPlan",
     "TokenBlockPlan",
     "TokenRowsPlan",
     "linear_modules",
@@ -170,6 +174,7 @@ class AttentionPlan:
     #: Index of the layer whose cached keys and values are read; `qkv` gives queries alone then (Gemma 4). The norms of
     #: keys and values, and `keys_as_values`, are then of that layer.
     source: int | None = None
+    output_norm: NormPlan | None = None  # of what is attended, over all heads (BitNet)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,6 +209,7 @@ class DeltaPlan(ConvPlan):
     heads: int
     key_dim: int
     value_dim: int
+    strength: float = 1.0  # factor on sigmoid(b); 2 allows negative eigenvalues (OLMo hybrid)
     # rows of `input`: q, k, v, z, b, a
 
 
@@ -254,6 +260,28 @@ class MlpPlan:
     fused: bool = False
     #: Two layers of low rank, one behind the other; what they give is added to what `up` gives (Zamba 2).
     low: tuple[LinearPlan, LinearPlan] | None = None
+    #: Of the gate, only what is above ``mean + cutoff * standard deviation`` of its row is left: ``relu(gate - that)``
+    #: (Gemma 3n).
+    cutoff: float | None = None
+    learned: nn.Module | None = (
+        None  # activation "xielu", without a gate: has alpha_p, alpha_n, beta and eps
+    )
+    inner_norm: NormPlan | None = None  # before `down` (BitNet)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertNormsPlan:
+    """Norms around experts that read the stream, as a dense block beside them does (Gemma 4).
+
+    ``output(experts(input(h))) + shared(dense(x))``; the router reads ``router(h) * factors``. `x` is what the norm of
+    the layer before the mlp gives.
+    """
+
+    router: NormPlan
+    factors: Tensor  # [hidden]
+    input: NormPlan
+    output: NormPlan
+    shared: NormPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,6 +320,10 @@ class ExpertsPlan:
     #: Around the experts, but not around the router and what is shared: to fewer features, and back (Nemotron-H).
     entry: LinearPlan | None = None
     exit: LinearPlan | None = None
+    expert_scales: Tensor | None = None  # [E]: factors on the weights of the experts that are taken
+    norms: ExpertNormsPlan | None = (
+        None  # the experts read the stream; `shared` reads what others give to all
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -320,6 +352,51 @@ class TokenBlockPlan:
     output: LinearPlan
     norm: NormPlan
     activation: Activation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LowRankPlan:
+    """Two layers of low rank beside attention: ``h = (h + attention(x) + x + norm(second(first(x)))) * factor``.
+
+    (Gemma 3n's augmented residual.)
+    """
+
+    first: LinearPlan
+    second: LinearPlan
+    norm: NormPlan
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamsPlan:
+    """Streams beside each other, of which a layer reads one and corrects all (Gemma 3n's alternating updates).
+
+    With ``c(x) = tanh(router(norm(x)))`` and the streams `s`,
+
+    - ``p[i] = s[i] + sum_j predict(c(s[0]))[i * count + j] * s[j]``; the layer reads ``p[0]`` and gives `y`,
+    - ``s[i] = p[i] + (correct(c(y))[i] + 1) * (y - p[0])``.
+
+    The block of `LayerPlan.token_block` reads ``s[0] * scale``; what it gives is added to all streams but the first.
+    """
+
+    count: int
+    norm: NormPlan
+    router: LinearPlan
+    predict: LinearPlan
+    correct: LinearPlan
+    scale: Tensor | None  # [hidden]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamEndsPlan:
+    """How several streams begin and end: the first one is `h`, and the end is the mean of all.
+
+    The others are ``first(h)`` at the start and ``last(s)`` at the end, each as long as the first stream is: times
+    ``sqrt(mean(s[0]^2) / max(mean(x^2), 1e-5))``.
+    """
+
+    first: tuple[LinearPlan, ...]
+    last: tuple[LinearPlan, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -368,6 +445,8 @@ class LayerPlan:
     #: Factor on the stream behind all blocks (Gemma 4).
     stream_scale: float = 1.0
     token_block: TokenBlockPlan | None = None
+    low: LowRankPlan | None = None
+    streams: StreamsPlan | None = None
 
     @property
     def cached(self) -> AttentionPlan | None:
@@ -398,6 +477,7 @@ class DecoderPlan:
     position_embedding: nn.Module | None = None
     position_offset: int = 0  # row of position 0
     token_rows: TokenRowsPlan | None = None
+    streams: StreamEndsPlan | None = None
     #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm.optimization.proof`.
     stock_calls: frozenset[str] = frozenset()
     logit_scale: float = 1.0

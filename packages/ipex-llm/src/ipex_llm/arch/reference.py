@@ -32,6 +32,9 @@ from ipex_llm.arch import (
     ScanPlan,
     SelectivePlan,
     SidePlan,
+    StreamEndsPlan,
+    StreamsPlan,
+    TokenBlockPlan,
     TokenRowsPlan,
 )
 
@@ -63,9 +66,34 @@ def activate(name: str, x: Tensor) -> Tensor:
     return ACTIVATIONS[name](x)
 
 
+def xielu_numbers(module: nn.Module) -> tuple[float, float, float, float]:
+    """Return the factors of the activation xIELU for positive and other numbers, its slope at zero and its epsilon."""
+    own: Any = module
+    positive, negative = (functional.softplus(getattr(own, f"alpha_{n}").detach()) for n in "pn")
+    return float(positive), float(own.beta + negative), float(own.beta), float(own.eps)
+
+
+def activate_inner(plan: MlpPlan, x: Tensor) -> Tensor:
+    """Apply the activation of a block without a gate."""
+    if plan.learned is None:
+        return activate(plan.activation, x)
+    positive, negative, slope, eps = xielu_numbers(plan.learned)
+    below = (torch.expm1(x.clamp(max=eps)) - x) * negative
+    return torch.where(x > 0, positive * x * x, below) + slope * x
+
+
 def combine_gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
     """Return ``act(gate) * up``."""
     return activate(name, gate) * up
+
+
+def cut_gate(cutoff: float | None, gate: Tensor) -> Tensor:
+    """Return the gate of a block with what `MlpPlan.cutoff` leaves of it."""
+    if cutoff is None:
+        return gate
+    gate = gate.float()
+    level = gate.mean(-1, keepdim=True) + cutoff * gate.std(-1, keepdim=True, unbiased=False)
+    return functional.relu(gate - level)
 
 
 def run_norm(plan: NormPlan | None, x: Tensor) -> Tensor:
@@ -244,13 +272,19 @@ def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
         keys, values = plan.groups * plan.key_dim, plan.heads * plan.value_dim
         qkv, z, b, a = rows.split([2 * keys + values, values, plan.heads, plan.heads], dim=-1)
         q, k, v = _convolve(plan, qkv, "silu", texts).split([keys, keys, values], dim=-1)
+        q, k = (t.unflatten(-1, (plan.groups, plan.key_dim)) for t in (q, k))
+        if plan.strength != 1.0:  # as factors on keys and values, which the state does not see
+            root = plan.strength**0.5
+            q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+            k, v = k * root, v * root
         y = torch.ops.ipex.gated_delta_rule(
-            *(t.unflatten(-1, (plan.groups, plan.key_dim)) for t in (q, k)),
+            *(q, k),
             *(v.unflatten(-1, (plan.heads, plan.value_dim)), a, b),
             *(per_head(plan.module, "A"), per_head(plan.module, "dt_bias")),
             rows.new_zeros(1, plan.heads, plan.key_dim, plan.value_dim),
             *texts,
             plan.key_dim**-0.5,
+            plan.strength == 1.0,
         )
         return run_norm(plan.norm, y).flatten(1) * functional.silu(z)
     if isinstance(plan, ScanPlan):
@@ -303,7 +337,8 @@ def bias_of(module: Any) -> Tensor:
 def run_attention(plan: AttentionPlan | MixerPlan, x: Tensor) -> Tensor:
     """Attention, or a block with a state, of one sequence ``[T, hidden]``, causal."""
     if isinstance(plan, AttentionPlan):
-        return run_linear(plan.output, attend(plan, run_linear(plan.qkv, x)))
+        attended = run_norm(plan.output_norm, attend(plan, run_linear(plan.qkv, x)))
+        return run_linear(plan.output, attended)
     return run_linear(plan.output, mix(plan, run_linear(plan.input, x)))
 
 
@@ -316,10 +351,11 @@ def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:
         gate, up = up.chunk(2, dim=-1)
         up = combine_gate(plan.activation, gate, up)
     elif plan.gate is not None:
-        up = combine_gate(plan.activation, run_linear(plan.gate, x), up)
+        gate = cut_gate(plan.cutoff, run_linear(plan.gate, x))
+        up = combine_gate(plan.activation, gate, up)
     else:
-        up = activate(plan.activation, up)
-    return run_linear(plan.down, up)
+        up = activate_inner(plan, up)
+    return run_linear(plan.down, run_norm(plan.inner_norm, up))
 
 
 def _route(plan: ExpertsPlan, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,6 +372,8 @@ def _route(plan: ExpertsPlan, x: Tensor) -> tuple[Tensor, Tensor]:
         plan.routed_scale,
         plan.jitter,
     )
+    if plan.expert_scales is not None:
+        weights = weights * plan.expert_scales.float()[ids.long()]
     return weights, ids
 
 
@@ -374,11 +412,29 @@ def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
     return y if plan.down_bias is None else y + plan.down_bias[expert].float()
 
 
-def run_experts(plan: ExpertsPlan, x: Tensor) -> Tensor:
-    """A mixture of experts on ``[T, hidden]``."""
+def run_experts(plan: ExpertsPlan, x: Tensor, h: Tensor | None = None) -> Tensor:
+    """A mixture of experts on ``[T, hidden]``; `h` is the stream that experts with norms of their own read."""
+    x, norms = x.float(), plan.norms
+    if norms is None:
+        y = run_routed(plan, x, x)
+    else:
+        assert h is not None
+        routed = run_norm(norms.router, h) * norms.factors.float()
+        y = run_norm(norms.output, run_routed(plan, run_norm(norms.input, h), routed))
+    if plan.shared is not None:
+        shared = run_mlp(plan.shared, x)
+        if norms is not None:
+            shared = run_norm(norms.shared, shared)
+        if plan.shared_gate is not None:
+            shared = torch.sigmoid(run_linear(LinearPlan((plan.shared_gate,)), x)) * shared
+        y = y + shared
+    return y
+
+
+def run_routed(plan: ExpertsPlan, x: Tensor, routed: Tensor) -> Tensor:
+    """The experts alone on ``[T, hidden]``, chosen by what the router makes of `routed`."""
+    weights, ids = _route(plan, routed.float())
     x = x.float()
-    weights, ids = _route(plan, x)
-    plain = x
     if plan.entry is not None:
         x = run_linear(plan.entry, x)
     y = torch.zeros_like(x)
@@ -394,11 +450,6 @@ def run_experts(plan: ExpertsPlan, x: Tensor) -> Tensor:
         y = whole(y)
     if plan.exit is not None:
         y = run_linear(plan.exit, y)
-    if plan.shared is not None:
-        shared = run_mlp(plan.shared, plain)
-        if plan.shared_gate is not None:
-            shared = torch.sigmoid(run_linear(LinearPlan((plan.shared_gate,)), plain)) * shared
-        y = y + shared
     return y
 
 
@@ -407,9 +458,9 @@ def _sum(parallel: Any, y: Tensor) -> Tensor:
     return y if parallel is None else parallel.all_reduce(y.contiguous())  # type: ignore[no-any-return]
 
 
-def _feed_forward(plan: LayerPlan, x: Tensor, parallel: Any) -> Tensor:
+def _feed_forward(plan: LayerPlan, x: Tensor, h: Tensor, parallel: Any) -> Tensor:
     assert plan.mlp is not None
-    y = run_mlp(plan.mlp, x) if isinstance(plan.mlp, MlpPlan) else run_experts(plan.mlp, x)
+    y = run_mlp(plan.mlp, x) if isinstance(plan.mlp, MlpPlan) else run_experts(plan.mlp, x, h)
     y = _sum(parallel, y)
     return run_norm(plan.post_mlp_norm, y) * plan.residual_scale
 
@@ -419,11 +470,17 @@ def _run_side(plan: SidePlan, h: Tensor, embedded: Tensor) -> Tensor:
     return run_linear(plan.output, run_mlp(plan.mlp, run_norm(plan.mlp_norm, x)))
 
 
+def rows_of_table(ids: Tensor, table: Tensor) -> Tensor:
+    """Return the rows of tokens in a table; tokens behind its end have the first one (Gemma 3n)."""
+    return ids.where(ids < table.shape[0], 0)
+
+
 def _token_rows(plan: TokenRowsPlan, h: Tensor, ids: Tensor) -> Tensor:
     """Return what tokens bring for each layer, ``[T, layers, width]``."""
     table: Any = plan.table.weight
     rows = run_linear(plan.projection, h).unflatten(-1, (-1, plan.width))
-    own = functional.embedding(ids, table).float().view_as(rows) * plan.table_scale
+    own = functional.embedding(rows_of_table(ids, table), table).float()
+    own = own.view_as(rows) * plan.table_scale
     return (run_norm(plan.norm, rows) + own) * plan.scale
 
 
@@ -452,7 +509,7 @@ def _run_layer(
     part: Tensor | None = None,
 ) -> Tensor:
     if plan.attention is None:
-        return h + _feed_forward(plan, run_norm(plan.mlp_norm, h), parallel)
+        return h + _feed_forward(plan, run_norm(plan.mlp_norm, h), h, parallel)
     read = h if plan.side is None else h + _run_side(plan.side, h, embedded)
     x = run_norm(plan.input_norm, read)
     if isinstance(plan.attention, AttentionPlan):
@@ -460,27 +517,83 @@ def _run_layer(
         kept = {} if kept is None else kept
         kept[index] = rows
         rows = with_shared_rows(plan.attention, rows, kept)
-        attention = run_linear(plan.attention.output, attend(plan.attention, rows))
+        attended = run_norm(plan.attention.output_norm, attend(plan.attention, rows))
+        attention = run_linear(plan.attention.output, attended)
     else:
         attention = run_attention(plan.attention, x)
     attention = _sum(parallel, attention)
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
     if plan.beside is not None:
         attention = attention + run_attention(plan.beside, x)
+    if plan.low is not None:
+        low = run_linear(plan.low.second, run_linear(plan.low.first, x))
+        attention = attention + x + run_norm(plan.low.norm, low)
     if plan.parallel:
         mlp_input = x if plan.mlp_norm is None else run_norm(plan.mlp_norm, h)
-        return h + attention + _feed_forward(plan, mlp_input, parallel)
+        return h + attention + _feed_forward(plan, mlp_input, h, parallel)
     h = (x if plan.residual_after_norm else h) + attention
+    h = h if plan.low is None else h * plan.low.factor
     if plan.mlp is None:
         return h
     x = run_norm(plan.mlp_norm, h)
-    h = (x if plan.residual_after_norm else h) + _feed_forward(plan, x, parallel)
+    h = (x if plan.residual_after_norm else h) + _feed_forward(plan, x, h, parallel)
     if plan.token_block is not None:
-        block = plan.token_block
-        assert part is not None
-        x = activate(block.activation, run_linear(block.gate, h)) * part
-        h = h + run_norm(block.norm, run_linear(block.output, x))
+        h = h + _token_block(plan.token_block, h, part)
     return h * plan.stream_scale
+
+
+def _token_block(block: TokenBlockPlan, h: Tensor, part: Tensor | None) -> Tensor:
+    assert part is not None
+    x = activate(block.activation, run_linear(block.gate, h)) * part
+    return run_norm(block.norm, run_linear(block.output, x))
+
+
+def _routed_streams(plan: StreamsPlan, x: Tensor) -> Tensor:
+    return torch.tanh(run_linear(plan.router, run_norm(plan.norm, x)))
+
+
+def predict_streams(plan: StreamsPlan, streams: Tensor) -> Tensor:
+    """Return what a layer makes of its streams ``[count, T, hidden]`` before it reads the first."""
+    factors = run_linear(plan.predict, _routed_streams(plan, streams[0]))
+    factors = factors.unflatten(-1, (plan.count, plan.count))
+    return streams + torch.einsum("tij,jth->ith", factors, streams)
+
+
+def correct_streams(plan: StreamsPlan, predicted: Tensor, y: Tensor) -> Tensor:
+    """Return the streams ``[count, T, hidden]`` that follow from what a layer made of the first."""
+    factors = run_linear(plan.correct, _routed_streams(plan, y)) + 1.0
+    return predicted + factors.t().unsqueeze(-1) * (y - predicted[0])
+
+
+def _run_streams(layer: LayerPlan, streams: Tensor, part: Tensor | None, **more: Any) -> Tensor:
+    plan, block = layer.streams, layer.token_block
+    assert plan is not None
+    predicted = predict_streams(plan, streams.float())
+    bare = dataclasses.replace(layer, token_block=None, streams=None)
+    streams = correct_streams(plan, predicted, _run_layer(bare, predicted[0], **more))
+    if block is not None:
+        h = streams[0] if plan.scale is None else streams[0] * plan.scale.float()
+        streams[1:] += _token_block(block, h, part)
+    return streams
+
+
+def as_long_as(first: Tensor, x: Tensor) -> Tensor:
+    """Return `x` as long as the first stream is; see `StreamEndsPlan`."""
+    own = x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+    return x * first.square().mean(-1, keepdim=True).sqrt() / own
+
+
+def open_streams(plan: StreamEndsPlan, h: Tensor) -> Tensor:
+    """Return the streams ``[count, T, hidden]`` of the first layer."""
+    h = h.float()
+    return torch.stack([h, *(as_long_as(h, run_linear(one, h)) for one in plan.first)])
+
+
+def close_streams(plan: StreamEndsPlan, streams: Tensor) -> Tensor:
+    """Return what follows behind the last layer."""
+    h = streams[0].float()
+    ends = zip(plan.last, streams[1:], strict=True)
+    return torch.stack([h, *(as_long_as(h, run_linear(one, s)) for one, s in ends)]).mean(0)
 
 
 def _embed(plan: DecoderPlan, ids: Tensor) -> Tensor:
@@ -518,9 +631,15 @@ def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
     h = embedded = _embed(plan, ids)
     kept: dict[int, Tensor] = {}
     parts = None if plan.token_rows is None else _token_rows(plan.token_rows, h, ids)
+    if plan.streams is not None:
+        h = open_streams(plan.streams, h)
     for index, layer in enumerate(plan.layers):
         part = None if parts is None else parts[:, index]
-        h = _run_layer(layer, h, plan.parallel, embedded, index, kept, part)
+        more: Any = {"parallel": plan.parallel, "embedded": embedded, "index": index, "kept": kept}
+        run = _run_layer if plan.streams is None else _run_streams
+        h = run(layer, h, part=part, **more)
+    if plan.streams is not None:
+        h = close_streams(plan.streams, h)
     h = run_norm(plan.final_norm, h)
     if plan.output_projection is not None:
         h = run_linear(plan.output_projection, h)

@@ -184,7 +184,7 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
         raise OpArgumentError(
             "optimize: model must have attention without gates to be divided, got gated attention"
         )
-    if layer.token_block is not None or a.source is not None:
+    if layer.token_block is not None or layer.streams is not None or a.source is not None:
         raise OpArgumentError(
             "optimize: model must have layers that read the stream alone to be divided, got one that reads the tokens,"
             " or the keys and values of another layer"
@@ -200,6 +200,16 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
     if isinstance(layer.mlp, ExpertsPlan) and (not layer.mlp.gated or layer.mlp.entry is not None):
         raise OpArgumentError(
             "optimize: model must have experts with gates to be divided, got experts without gates or in fewer features"
+        )
+    if isinstance(layer.mlp, ExpertsPlan) and layer.mlp.norms is not None:
+        raise OpArgumentError(
+            "optimize: model must have experts without norms of their own to be divided, got experts with norms around"
+            " them, which need the sums of all ranks"
+        )
+    if a.output_norm is not None or (isinstance(layer.mlp, MlpPlan) and layer.mlp.inner_norm):
+        raise OpArgumentError(
+            "optimize: model must have output projections that read what their block gives to be divided, got a norm"
+            " between, which needs the features of all ranks"
         )
     split_heads(a.heads, a.kv_heads, parallel.rank, parallel.ranks)
     for norm in (a.query_norm, a.key_norm):

@@ -14,7 +14,7 @@ from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
 from ipex_llm.arch import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, ScanPlan
-from ipex_llm.arch.reference import query_factors
+from ipex_llm.arch.reference import query_factors, rows_of_table
 from ipex_llm.kv_cache import (
     CacheShape,
     LayerShape,
@@ -267,7 +267,8 @@ class Runner:
         if rows is None:
             return h
         table: Any = rows.table._parameters["weight"]
-        own = torch.nn.functional.embedding(tokens, table.detach()).to(self.dtype)
+        own = torch.nn.functional.embedding(rows_of_table(tokens, table), table.detach())
+        own = own.to(self.dtype)
         return torch.cat([h, own * torch.tensor(rows.table_scale, dtype=self.dtype)], dim=1)
 
     def place(self, h: Tensor, positions: Tensor) -> Tensor:

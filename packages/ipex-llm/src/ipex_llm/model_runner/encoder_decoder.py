@@ -27,7 +27,8 @@ from ipex_llm.model_runner.dense import (
     UnsupportedPlan,
     WeightStore,
 )
-from ipex_llm.model_runner.program import GATES, check_forms, check_mlp, write_inner
+from ipex_llm.model_runner.feed_forward import GATES, check_mlp, write_inner
+from ipex_llm.model_runner.program import check_forms
 
 __all__ = ["PairRunner", "unsupported_pair"]
 

@@ -141,14 +141,20 @@ def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Regis
     qkv, z, beta, step = _parts(writer, rows, 2 * keys + values, values, heads, heads)
     mixed = _convolve(writer, index, plan, weights, qkv, "silu")
     q, k, v = _parts(writer, mixed, keys, keys, values)
+    q, k = (_heads(writer, one, plan.groups, plan.key_dim) for one in (q, k))
+    scale, plain = plan.key_dim**-0.5, plan.strength == 1.0
+    if not plain:
+        # The strength as factors on keys and values, which the state does not see. A norm is the length but for a
+        # factor, which is in `scale` for queries.
+        q, k = (b.call("rms_norm", one, None, 1e-6 / plan.key_dim) for one in (q, k))
+        k = b.call("mul", k, (plan.strength / plan.key_dim) ** 0.5)
+        v, scale = b.call("mul", v, plan.strength**0.5), scale * plan.key_dim**-0.5
     factor, bias = map(b.constant, weights.vectors)
     y = b.call(
         "gated_delta_rule",
-        _heads(writer, q, plan.groups, plan.key_dim),
-        _heads(writer, k, plan.groups, plan.key_dim),
-        _heads(writer, v, heads, size),
+        *(q, k, _heads(writer, v, heads, size)),
         *(step, beta, factor, bias, writer.state_caches[index][1], *writer.texts),
-        plan.key_dim**-0.5,
+        *(scale, plain),
     )
     normed = writer.norm(plan.norm, y)
     result: Register = b.call("silu_mul", z, b.call("reshape", normed, [0, values]))

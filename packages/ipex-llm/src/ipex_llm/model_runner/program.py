@@ -14,7 +14,7 @@ the forms in which programs call them. `Writer` writes one program: inputs, norm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -55,8 +55,25 @@ from ipex_llm.model_runner.dense import (
     check_packable,
 )
 from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
+from ipex_llm.model_runner.feed_forward import (
+    EPILOGUES,
+    GATES,
+    SEPARATE,
+    activated,
+    check_mlp,
+    together,
+    write_experts,
+    write_inner,
+)
 from ipex_llm.model_runner.lora import LoraSites, PackedLinear, write_linear
 from ipex_llm.model_runner.mixer import Mixer, pack_mixer, state_parts, write_mixer
+from ipex_llm.model_runner.streams import (
+    close_streams,
+    open_streams,
+    pack_streams,
+    write_low_rank,
+    write_streams,
+)
 
 Tensor = torch.Tensor
 
@@ -89,6 +106,8 @@ class LayerWeights:
     side: LayerWeights | None = None
     last: Linear | None = None
     token_block: tuple[Linear, Linear] | None = None
+    low: tuple[Linear, Linear] | None = None
+    streams: tuple[Linear, Linear, Linear] | None = None
 
 
 class Emitter:
@@ -114,6 +133,9 @@ class Emitter:
         self.layers = [self._pack(layer) for layer in plan.layers]
         rows = plan.token_rows
         self.token_rows = None if rows is None else store.linear(rows.projection)
+        ends = plan.streams
+        self.first = () if ends is None else tuple(map(store.linear, ends.first))
+        self.last = () if ends is None else tuple(map(store.linear, ends.last))
         self.after = self._linear(plan.output_projection)
         self.head = self._linear(plan.head)
         self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
@@ -153,12 +175,18 @@ class Emitter:
         if layer.token_block is not None:
             block = layer.token_block
             packed.token_block = store.linear(block.gate), store.linear(block.output)
+        if layer.low is not None:
+            packed.low = store.linear(layer.low.first), store.linear(layer.low.second)
+        if layer.streams is not None:
+            packed.streams = pack_streams(store, layer.streams)
         return_free_memory()
         return packed
 
     def _mlp(self, mlp: MlpPlan) -> tuple[Linear, ...]:
         store = self.store
         down = store.linear(mlp.down)
+        for name in () if mlp.learned is None else ("alpha_p", "alpha_n"):
+            store.watch(mlp.learned, name)
         if mlp.low is not None:
             return store.linear(mlp.up), *map(store.linear, mlp.low), down
         if mlp.fused:
@@ -261,7 +289,10 @@ def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
         weight = weight.plain()
     elif weight is None:
         weight = mlp.router_weight
-    weight = weight.detach().to(dtype).contiguous()
+    weight = weight.detach()
+    if mlp.norms is not None:
+        weight = weight.float() * mlp.norms.factors.to(weight.device)
+    weight = weight.to(dtype).contiguous()
     bias = None if mlp.router_bias is None else mlp.router_bias.detach()
     packed = torch.ops.ipex.pack_linear_weight(weight)
     return Linear("linear", packed, weight.shape[0], bias)
@@ -315,7 +346,8 @@ def unsupported_reason(
 def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
     rows = None if plan.token_rows is None else plan.token_rows.projection
-    for linear in (plan.embedding_projection, rows, plan.output_projection, plan.head):
+    ends = () if plan.streams is None else (*plan.streams.first, *plan.streams.last)
+    for linear in (plan.embedding_projection, rows, *ends, plan.output_projection, plan.head):
         if linear is not None:
             yield (linear,), False
     for layer in plan.layers:
@@ -330,6 +362,12 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         if layer.token_block is not None:
             yield (layer.token_block.gate,), False
             yield (layer.token_block.output,), False
+        if layer.low is not None:
+            yield (layer.low.first,), False
+            yield (layer.low.second,), False
+        if layer.streams is not None:
+            own = layer.streams
+            yield from (((one,), False) for one in (own.router, own.predict, own.correct))
         if layer.side is not None:
             block = layer.side.mlp
             others = *projections(layer.side.attention), layer.side.output
@@ -456,9 +494,17 @@ class Writer:
         self.embedded = h
         self.parts = self._token_rows(h)
         pending: Register | None = None  # what the last block adds to the stream
+        streams = [] if plan.streams is None else open_streams(self, h, e.first)
         for index, layer in enumerate(plan.layers):
-            h, pending = self.layer(index, layer, e.layers[index], h, pending)
-        if self.logits:
+            if plan.streams is None:
+                h, pending = self.layer(index, layer, e.layers[index], h, pending)
+            else:
+                streams = write_streams(self, index, layer, e.layers[index], streams)
+        if plan.streams is not None:
+            if self.logits:
+                streams = [b.call("select_rows", one, self.rows) for one in streams]
+            h = close_streams(self, streams, e.last)
+        elif self.logits:
             if pending is not None:
                 h = b.call("add", h, pending)
             h = b.call("select_rows", h, self.rows)
@@ -495,17 +541,16 @@ class Writer:
         result: Register = b.call("mul", b.call("add", rows, self.tokens), plan.scale)
         return result
 
-    def _token_block(
+    def token_block(
         self, index: int, block: TokenBlockPlan, w: LayerWeights, h: Register
     ) -> Register:
-        """Write the block that brings in a layer's part of what tokens bring; return the stream."""
+        """Write the block that brings in a layer's part of what tokens bring; return what it adds to the stream."""
         rows = self.plan.token_rows
         assert rows is not None and w.token_block is not None and self.parts is not None
-        gate = _activated(self, block.activation, w.token_block[0], h)
+        gate = activated(self, block.activation, w.token_block[0], h)
         part = self.b.call("narrow", self.parts, 1, index * rows.width, rows.width)
         y = self.linear(w.token_block[1], self.b.call("mul", gate, part))
-        result: Register = self.b.call("add", h, self.norm(block.norm, y))
-        return result
+        return self.norm(block.norm, y)
 
     # ----------------------------------------------------------------------------------------------------- small parts
 
@@ -613,6 +658,8 @@ class Writer:
         h, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
         if layer.mlp is None:
             return h, rest
+        if layer.low is not None:
+            h, rest = write_low_rank(self, layer.low, w.low, x, h, rest), None
         y, h = self._normed(layer.mlp_norm, h, rest)
         if layer.residual_after_norm:
             h = y
@@ -621,7 +668,8 @@ class Writer:
             return h, rest
         total = h if rest is None else self.b.call("add", h, rest)
         if layer.token_block is not None:
-            total = self._token_block(index, layer.token_block, w, total)
+            more = self.token_block(index, layer.token_block, w, total)
+            total = self.b.call("add", total, more)
         if layer.stream_scale != 1.0:
             total = self.b.call("mul", total, layer.stream_scale)
         return total, None
@@ -689,7 +737,8 @@ class Writer:
             qkv = self.b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
         if w.latent is not None:
             return write_latent(self, index, a, qkv, w.latent)
-        return write_attention(self, index, a, qkv)
+        y = write_attention(self, index, a, qkv)
+        return y if a.output_norm is None else self.norm(a.output_norm, y)
 
     def mlp(
         self, layer: LayerPlan, w: LayerWeights, x: Register, h: Register
@@ -700,145 +749,7 @@ class Writer:
         if isinstance(mlp, MlpPlan):
             inner = write_inner(self, mlp, w.mlp, x)
             return self._block(layer, w.mlp[-1], inner, norm, h)
-        y = self._sum(write_experts(self, mlp, w, x))
+        y = self._sum(write_experts(self, mlp, w, x, h))
         if norm is None and layer.residual_scale == 1.0 and mlp.shared is None:
             return h, y
         return h, self._scaled(layer, norm, y)
-
-
-# --- feed-forward blocks: plain, gated, experts ---------------------------------------------------------------------
-
-#: Activations that ``linear`` applies to its result, and those it takes for a gate.
-EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu")
-GATES = ("silu", "gelu", "gelu_tanh")
-
-#: Activations that are instructions of their own behind the layer.
-SEPARATE: Mapping[str, Callable[[ProgramBuilder, Register], Register]] = {
-    "gelu_quick": lambda b, x: b.call("gelu_quick", x),
-}
-
-
-def together(mlp: MlpPlan) -> bool:
-    """Return whether a gate and its factor are packed as one weight, or one module has both."""
-    return mlp.activation in GATES and (mlp.gate is None or mlp.gate.factors is None)
-
-
-def check_mlp(mlp: MlpPlan) -> None:
-    """Raise if no op computes the activation of a block.
-
-    Raises:
-        UnsupportedPlan: No op computes it.
-    """
-    if mlp.low is not None and not mlp.fused:
-        raise UnsupportedPlan("layers of low rank beside a plain layer")
-    if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
-        raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
-    if mlp.gate is not None and mlp.gate.factors is not None and mlp.activation != "silu":
-        raise UnsupportedPlan(f"activation {mlp.activation!r} of a gate with a factor")
-    if mlp.activation not in (*EPILOGUES, "relu2", *SEPARATE):
-        raise UnsupportedPlan(f"activation {mlp.activation!r}")
-
-
-def write_inner(writer: Writer, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register) -> Register:
-    """Write everything before the down projection."""
-    b, act = writer.b, mlp.activation
-    if mlp.low is not None:
-        both = writer.linear(weights[0], x)
-        both = writer.linear(weights[2], writer.linear(weights[1], x), residual=both)
-        return _chunked(writer, act, both, weights[0].features // 2)
-    if mlp.gate is None and not mlp.fused:
-        return _activated(writer, act, weights[0], x)
-    if together(mlp):
-        return writer.linear(weights[0], x, gate=act)
-    if act == "silu":
-        gate, up = (writer.linear(weight, x) for weight in weights[:2])
-        result: Register = b.call("silu_mul", gate, up)
-        return result
-    if mlp.fused:
-        return _chunked(writer, act, writer.linear(weights[0], x), weights[0].features // 2)
-    return writer.linear(weights[1], x, mul=_activated(writer, act, weights[0], x))
-
-
-def _chunked(writer: Writer, act: str, both: Register, size: int) -> Register:
-    """Write the activation of the first half of the features times the second."""
-    b = writer.b
-    gate, up = (b.call("narrow", both, 1, start, size) for start in (0, size))
-    result: Register
-    if act == "silu":
-        result = b.call("silu_mul", gate, up)
-    elif act in ("gelu", "gelu_tanh"):
-        result = b.call("gelu_mul", gate, up, "none" if act == "gelu" else "tanh")
-    else:
-        result = b.call("mul", SEPARATE[act](b, gate), up)
-    return result
-
-
-def _activated(writer: Writer, name: str, weight: Linear, x: Register) -> Register:
-    """Write a linear layer and the activation behind it."""
-    if name in EPILOGUES:
-        return writer.linear(weight, x, activation=name)
-    if name == "relu2":
-        positive = writer.linear(weight, x, activation="relu")
-        squared: Register = writer.b.call("mul", positive, positive)
-        return squared
-    return SEPARATE[name](writer.b, writer.linear(weight, x))
-
-
-def write_experts(writer: Writer, mlp: ExpertsPlan, w: LayerWeights, x: Register) -> Register:
-    """Write experts, with what all tokens share of them."""
-    b = writer.b
-    assert w.router is not None and w.experts is not None
-    correction, plain = mlp.correction_bias, x
-    weights, ids = b.call(
-        "moe_routing",
-        writer.linear(w.router, x),
-        mlp.top_k,
-        mlp.renormalize,
-        mlp.scoring,
-        mlp.groups,
-        mlp.top_groups,
-        None if correction is None else b.constant(correction.detach().float()),
-        mlp.routed_scale,
-        mlp.jitter,
-    )
-    if mlp.scale_input:
-        x, weights = _scaled_input(writer, x, weights)
-    if w.entry is not None:
-        x = writer.linear(w.entry, x)
-    e = w.experts
-    y: Register = b.call(
-        "fused_experts",
-        *(x, b.constant(e.w13), b.constant(e.w2), weights, ids, mlp.intermediate_size),
-        mlp.activation,
-        None if e.w13_bias is None else b.constant(e.w13_bias),
-        None if e.w2_bias is None else b.constant(e.w2_bias),
-        swiglu_alpha=mlp.swiglu_alpha,
-        swiglu_limit=mlp.swiglu_limit,
-        lowp_mode=e.lowp,
-    )
-    if w.exit is not None:
-        y = writer.linear(w.exit, y)
-    if mlp.shared is None:
-        return y
-    inner = write_inner(writer, mlp.shared, w.mlp, plain)
-    if w.shared_gate is None:
-        return writer.linear(w.mlp[-1], inner, residual=y)
-    # The sigmoid of one number per row is the routing to a single expert.
-    factor, _ = b.call("moe_routing", writer.linear(w.shared_gate, x), 1, False, "sigmoid")
-    own = b.call("mul", writer.linear(w.mlp[-1], inner), _like(writer, factor))
-    result: Register = b.call("add", own, y)
-    return result
-
-
-def _scaled_input(writer: Writer, x: Register, weights: Register) -> tuple[Register, Register]:
-    """Multiply rows with the weight of their only expert; return them and a weight of one for each."""
-    ones, _ = writer.b.call("moe_routing", weights, 1, True)
-    return writer.b.call("mul", x, _like(writer, weights)), ones
-
-
-def _like(writer: Writer, x: Register) -> Register:
-    dtype = writer.e.store.dtype
-    if dtype == torch.float32:
-        return x
-    result: Register = writer.b.call("cast", x, dtype)
-    return result

@@ -318,7 +318,7 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     rule: Any = {"router": None, "router_weight": None, "module": None, "gate_up": None}
     rule |= {"down": None, "gate_up_bias": None, "down_bias": None, "router_bias": None}
     rule |= {"correction_bias": None, "shared": None, "shared_gate": None, "entry": None}
-    rule |= {"exit": None}
+    rule |= {"exit": None, "expert_scales": None, "norms": None}
     bare = dataclasses.replace(plan, **rule)
     update(module, experts=_State(stacks, bare, (biases[0], biases[1]), qconfig, dtype))
     swap(module, _Experts)

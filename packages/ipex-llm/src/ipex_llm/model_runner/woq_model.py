@@ -91,11 +91,13 @@ def choose(model: nn.Module, plan: DecoderPlan | None, config: Any) -> Choice:
     kept = {m for one in found for m in (one.router, one.shared_gate) if m is not None}
     every = model.named_modules(remove_duplicate=False)
     routers = tuple(n for n, m in every if m in kept and isinstance(m, nn.Linear))
-    steps = tuple(_steps(model))
-    linears, skipped = choose_linears("optimize", model, config, (*routers, *steps))
-    skipped |= dict.fromkeys(routers, "it chooses experts")
-    skipped |= dict.fromkeys(steps, "its block reads the weight without calling it")
-    return Choice(tuple(linears), skipped, tuple(stacked), notes, config, (*routers, *steps))
+    reasons = dict.fromkeys(routers, "it chooses experts")
+    reasons |= dict.fromkeys(_steps(model), "its block reads the weight without calling it")
+    reasons |= dict.fromkeys(_mixing(model), "it mixes streams")
+    kept_names = tuple(reasons)
+    linears, skipped = choose_linears("optimize", model, config, kept_names)
+    skipped |= reasons
+    return Choice(tuple(linears), skipped, tuple(stacked), notes, config, kept_names)
 
 
 def _steps(model: nn.Module) -> Iterator[str]:
@@ -104,6 +106,14 @@ def _steps(model: nn.Module) -> Iterator[str]:
         step = getattr(module, "dt_proj", None)
         if isinstance(step, nn.Linear) and getattr(module, "A_log", None) is not None:
             yield f"{name}.dt_proj".lstrip(".")
+
+
+def _mixing(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the layers that give factors on streams: a few rows, or of a few features."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(getattr(module, "prediction_coefs", None), nn.Linear):
+            parts = ("modality_router", "prediction_coefs", "correction_coefs")
+            yield from (f"{name}.{part}".lstrip(".") for part in parts)
 
 
 def quantize(

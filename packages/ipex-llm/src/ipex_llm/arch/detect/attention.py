@@ -168,13 +168,13 @@ def scales_of(config: Config, attention: nn.Module, width: int, index: int) -> l
 
 
 def _norms(
-    trace: Trace, attention: nn.Module, head_dim: int
+    trace: Trace, attention: nn.Module, head_dim: int, behind: nn.Module | None = None
 ) -> tuple[NormPlan | None, NormPlan | None, NormPlan | None, str]:
-    """Return the norms of queries, keys and values, and what the former two go over."""
+    """Return the norms of queries, keys and values, and what the former two go over; not `behind`."""
     found: dict[str, nn.Module] = {}
     for name, module in attention.named_modules():
         leaf = name.split(".")[-1]
-        if not is_norm(module) or not trace.ran(module) or "." in name:
+        if not is_norm(module) or not trace.ran(module) or "." in name or module is behind:
             continue
         if leaf.startswith("qk"):
             found["q"] = found["k"] = module
@@ -235,6 +235,10 @@ def match_attention(
     parts = _order_parts(trace, attention, inner)
     expected = trace.inputs[output]
     width = expected.shape[-1]
+    norms = [m for m in attention.children() if is_norm(m) and trace.ran(m)]
+    behind = next((m for m in norms if same(trace.outputs[m], expected)), None)
+    if behind is not None:
+        expected = trace.inputs[behind]
     head_dim = _head_dim(config, attention, width)
     heads = width // head_dim
     if len(parts) == 1 and trace.output(parts[0]).shape[-1] == width:
@@ -258,7 +262,7 @@ def match_attention(
         qkv = qkv * keys.to(qkv)
     kinds = config.get("layer_types")
     kind = kinds[index] if kinds is not None and index < len(kinds) else None
-    query_norm, key_norm, value_norm, over = _norms(trace, attention, head_dim)
+    query_norm, key_norm, value_norm, over = _norms(trace, attention, head_dim, behind)
     if alone and (key_norm is None or value_norm is None):
         raise trace.error(attention, "has no projection to values, and no norms of keys and values")
     sinks = getattr(attention, "sinks", None)
@@ -279,6 +283,7 @@ def match_attention(
         gated=gated,
         value_norm=value_norm,
         keys_as_values=alone,
+        output_norm=None if behind is None else match_norm(trace, behind),
     )
     ropes: list[RopePlan | None] = [
         *match_ropes(trace, config, decoder, attention, kind, head_dim),
@@ -322,7 +327,7 @@ def _match_shared(
                 and (old.norm_over, old.norm_after_rope) == ("head", False)
                 and old.clip_qkv is None
                 and old.temperature is None
-                and (old.alibi_slopes is None and old.sinks is None)
+                and (old.alibi_slopes is None and old.sinks is None and old.output_norm is None)
             )
             if not plain or old.head_dim != head_dim or heads % old.kv_heads:
                 continue
@@ -459,6 +464,8 @@ def match_latent(
     Raises:
         MatchError: A part is not understood, or no candidate gives what the module gave.
     """
+    if isinstance(getattr(attention, "indexer", None), nn.Module):  # DeepSeek V3.2
+        raise trace.error(attention, "has an indexer, which chooses the keys of each query")
     down: Any = _named(attention, _DOWN)
     up: Any = _named(attention, _UP)
     parts = [module for _, module in linears(attention, trace)]

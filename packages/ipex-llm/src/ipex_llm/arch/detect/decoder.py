@@ -31,6 +31,7 @@ from ipex_llm.arch.detect.attention import (
     match_attention,
     match_latent,
 )
+from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import (
     is_mixture,
@@ -39,6 +40,12 @@ from ipex_llm.arch.detect.parts import (
     match_mlp,
     match_norm,
     with_factor,
+)
+from ipex_llm.arch.detect.streams import (
+    first_stream,
+    layer_with_streams,
+    match_ends,
+    match_streams,
 )
 from ipex_llm.arch.detect.tokens import match_token_rows, scale_of
 from ipex_llm.arch.detect.trace import (
@@ -55,11 +62,6 @@ from ipex_llm.arch.detect.trace import (
 from ipex_llm.arch.reference import in_order
 
 Tensor = torch.Tensor
-
-MLP_NAMES = (
-    *("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "feedforward"),
-    "shared_mlp",  # alone, or beside experts (Granite 4)
-)
 
 
 @dataclasses.dataclass
@@ -94,41 +96,6 @@ class _Flow:
 
     def plan(self, norm: nn.Module | None) -> NormPlan | None:
         return None if norm is None else match_norm(self.trace, norm)
-
-
-def _feed_forward(
-    trace: Trace, config: Config, layer: nn.Module
-) -> tuple[MlpPlan | ExpertsPlan, Tensor, Tensor]:
-    """Return the plan of the second block, what it read and what it gave (before anything is added)."""
-    for name in MLP_NAMES:
-        block = getattr(layer, name, None)
-        if not isinstance(block, nn.Module):
-            continue
-        if is_mixture(block):
-            return _with_shared(trace, layer, block, match_experts(trace, config, block))
-        plan = match_mlp(trace, block)
-        out = in_order(plan.down, trace.output(plan.down.modules[0]))
-        return plan, trace.input(plan.up.modules[0]), out
-    parts = [(n, m) for n, m in layer.named_children() if is_linear(m) and trace.ran(m)]
-    if not parts:
-        children = ", ".join(name for name, _ in layer.named_children())
-        raise trace.error(layer, f"has no mlp among its parts ({children})")
-    plan = match_mlp(trace, layer, parts)
-    return plan, trace.input(plan.up.modules[0]), trace.output(plan.down.modules[0])
-
-
-def _with_shared(
-    trace: Trace, layer: nn.Module, block: nn.Module, plan: ExpertsPlan
-) -> tuple[ExpertsPlan, Tensor, Tensor]:
-    """Return experts with the dense block beside them, what both read and the sum of what they gave."""
-    given, out = trace.input(block), trace.output(block)
-    beside = getattr(layer, "shared_mlp", None)
-    if plan.shared is not None or not isinstance(beside, nn.Module) or not trace.ran(beside):
-        return plan, given, out
-    if same(trace.input(beside), given):
-        plan = dataclasses.replace(plan, shared=match_mlp(trace, beside))
-        out = out.float() + trace.output(beside).float()
-    return plan, given, out
 
 
 def _factor(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
@@ -210,11 +177,15 @@ def match_layer(
     if len(blocks) == 1:
         plan = LayerPlan(layer, attention, None, None, None)
         return _single(trace, plan, attention_in, attention_out)
-    mlp, mlp_in, mlp_out = _feed_forward(trace, config, layer)
-    norms = _norms(trace, layer)
+    mlp, mlp_in, mlp_out = match_feed_forward(trace, config, layer)
+    norms = norms_of(trace, layer)
+    streams = match_streams(trace, config, layer)
     flow = _Flow(
         trace, norms, trace.input(layer), trace.output(layer), attention_out, mlp_out, mlp_in
     )
+    if streams is not None:  # what is read is seen in front of the norm only
+        before = flow.giving(attention_in)
+        flow.h = flow.h if before is None else trace.input(before)
     flow.mlp_norm = flow.giving(mlp_in)
     if not same(attention_in, flow.h):
         flow.input_norm = flow.giving(attention_in)
@@ -235,6 +206,10 @@ def match_layer(
         post_mlp_norm=flow.plan(after_mlp),
         beside=beside,
     )
+    if streams is not None:
+        ends = (flow.input_norm, flow.mlp_norm), (attention_in, flow.attention), flow.mlp
+        block = _token_block(flow, plan)
+        return Layer(layer_with_streams(trace, plan, streams, *ends, block))
     found = _parallel(flow, plan) or _sequential(flow, plan) or _with_more(flow, plan)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
@@ -243,6 +218,8 @@ def match_layer(
     used = [flow.input_norm, flow.mlp_norm, after_attention, after_mlp]
     if found.plan.token_block is not None:
         used.append(found.plan.token_block.norm.module)
+    if isinstance(mlp, ExpertsPlan) and mlp.norms is not None:
+        used += [one.module for one in (mlp.norms.input, mlp.norms.output, mlp.norms.shared)]
     spare = [n for n in norms if not any(n is u for u in used)]
     if spare and found.last_norm is None:
         raise trace.error(spare[0], "is a norm at a place that is not understood")
@@ -320,8 +297,8 @@ def _with_side(
     module = find_attention(aside)
     assert module is not None
     attention = match_attention(trace, config, decoder, module, index, hint)
-    mlp, mlp_in, mlp_out = _feed_forward(trace, config, aside)
-    norms = _norms(trace, aside)
+    mlp, mlp_in, mlp_out = match_feed_forward(trace, config, aside)
+    norms = norms_of(trace, aside)
     flow = _Flow(trace, norms, h, trace.output(layer), h, h, mlp_in)
     before, between = flow.giving(trace.input(attention.qkv.modules[0])), flow.giving(mlp_in)
     attended = trace.output(attention.output.modules[0])
@@ -341,7 +318,7 @@ def _with_side(
     block = find_mixer(own)
     assert block is not None
     mixer = match_mixer(trace, config, block)
-    inner = _norms(trace, own)
+    inner = norms_of(trace, own)
     total = h.float() + trace.output(last).float()
     given = in_order(mixer.output, trace.output(mixer.output.modules[0]).float())
     fits = (
@@ -388,10 +365,6 @@ def _scaled(
     return attention, dataclasses.replace(beside, output=with_factor(beside.output, other))
 
 
-def _norms(trace: Trace, layer: nn.Module) -> list[nn.Module]:
-    return [m for m in layer.children() if is_norm(m) and trace.ran(m)]
-
-
 def _single(trace: Trace, plan: LayerPlan, read: Tensor, given: Tensor) -> Layer:
     """Return the plan of a layer with one block, with the norms around it.
 
@@ -402,7 +375,7 @@ def _single(trace: Trace, plan: LayerPlan, read: Tensor, given: Tensor) -> Layer
         given: What it gave.
     """
     layer = plan.module
-    norms = _norms(trace, layer)
+    norms = norms_of(trace, layer)
     flow = _Flow(trace, norms, trace.input(layer), trace.output(layer), given, given, read)
     before, behind = flow.giving(read), flow.reading(given)
     if not same(read, flow.h) and (before is None or not same(trace.inputs[before], flow.h)):
@@ -571,6 +544,8 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
             plan = found
         elif found.last_norm is not None:
             plan = trace.error(module, "ends in a norm")
+        elif found.plan.streams is not None:
+            plan = trace.error(module, "reads several streams")
         elif found.plan.token_block is not None:
             plan = trace.error(module, "reads what the decoder made of the tokens")
         elif (
@@ -633,11 +608,15 @@ def _outside(trace: Trace, decoder: nn.Module, layers: nn.ModuleList) -> list[nn
 
 
 def _entry(
-    trace: Trace, config: Config, decoder: nn.Module, layers: nn.ModuleList, table: nn.Module
+    trace: Trace,
+    config: Config,
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    table: nn.Module,
+    h: Tensor,
 ) -> _Entry:
     entry = _Entry()
     others = _outside(trace, decoder, layers)
-    h = trace.input(layers[0])
     given = trace.output(table).float()
     for module in others:
         reads = is_linear(module) and same(trace.inputs[module], trace.outputs[table])
@@ -686,10 +665,10 @@ def _last(
     layers: nn.ModuleList,
     table: nn.Module,
     carried: NormPlan | None,
+    x: Tensor,
 ) -> tuple[NormPlan | None, LinearPlan | None, Tensor]:
-    """Return the norm behind the layers, a projection behind that, and what comes out."""
+    """Return the norm behind the layers, which gave `x`, a projection behind that, and what comes out."""
     others = _outside(trace, decoder, layers)
-    x = trace.output(layers[-1])
     norm = carried
     for module in others:
         if is_norm(module) and same(trace.inputs[module], x):
@@ -805,11 +784,16 @@ def _whole(
 ) -> DecoderPlan:
     """Return the plan of a decoder whose layers have theirs."""
     layers, carried = _chain(config, found)
-    entry = _entry(trace, config, decoder, modules, table)
-    rows, layers = match_token_rows(
-        trace, config, decoder, _outside(trace, decoder, modules), modules, table, layers
-    )
-    norm, projection, x = _last(trace, decoder, modules, table, carried)
+    streams, others = layers[0].streams, _outside(trace, decoder, modules)
+    h = first_stream(trace.inputs[modules[0]], streams)
+    ends, x = None, trace.output(modules[-1])
+    if streams is not None:
+        ends, x = match_ends(trace, others, modules, streams)
+        parts = [*linear_modules(ends)]
+        others = [m for m in others if m not in parts]
+    entry = _entry(trace, config, decoder, modules, table, h)
+    rows, layers = match_token_rows(trace, config, decoder, others, modules, table, layers, h)
+    norm, projection, x = _last(trace, decoder, modules, table, carried, x)
     head, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
     return DecoderPlan(
@@ -818,7 +802,7 @@ def _whole(
         layers=layers,
         final_norm=norm,
         head=head,
-        hidden_size=trace.input(modules[0]).shape[-1],
+        hidden_size=h.shape[-1],
         vocab_size=weight.shape[0],
         max_positions=_positions(config),
         attention_chunk=_chunk(config),
@@ -831,4 +815,5 @@ def _whole(
         logit_scale=factor,
         logit_softcap=cap,
         token_rows=rows,
+        streams=ends,
     )

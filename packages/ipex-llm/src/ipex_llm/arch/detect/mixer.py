@@ -40,7 +40,9 @@ from ipex_llm.arch.reference import in_order, mix
 Tensor = torch.Tensor
 
 _MAMBA_1 = ("in_proj", "x_proj", "dt_proj", "out_proj")
-_PARTS = tuple(re.compile(rf"(^|_){name}(_proj)?$") for name in ("qkv", "z", "b", "a"))
+_PARTS = tuple(
+    re.compile(rf"(^|_)({name})(_proj)?$") for name in ("qkv", "q", "k", "v", "z|g", "b", "a")
+)
 
 
 def _convolution(module: nn.Module) -> nn.Conv1d | None:
@@ -159,6 +161,7 @@ def _recurrences(
             yield DeltaPlan(
                 *(linear, linear_plan(output), conv, module, norm),
                 *(group, heads, shared // group, size),
+                2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
             )
 
 
@@ -215,9 +218,10 @@ def _number(module: nn.Module, *names: str) -> float | None:
 def _layouts(
     inner: list[tuple[str, nn.Module]], groups: int, heads: int, width: int, size: int
 ) -> Iterator[LinearPlan]:
-    """Yield projections to q, k, v, z, b and a: four modules, or two whose rows go by groups or by parts."""
-    if len(inner) == 4:
+    """Yield projections to q, k, v, z, b and a: six or four modules, or two whose rows go by groups or by parts."""
+    if len(inner) in (4, 6):
         named = [[m for name, m in inner if part.search(name)] for part in _PARTS]
+        named = named[:1] + named[4:] if len(inner) == 4 else named[1:]
         if all(len(one) == 1 for one in named):
             yield linear_plan(*(one[0] for one in named))
         return

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +25,22 @@ from ipex_llm.arch.detect.trace import (
     Trace,
     distance,
     is_linear,
+    is_norm,
     linears,
     same,
     settle,
 )
-from ipex_llm.arch.reference import ACTIVATIONS, activate, combine_gate, run_experts, run_norm
+from ipex_llm.arch.reference import (
+    ACTIVATIONS,
+    activate_inner,
+    combine_gate,
+    cut_gate,
+    run_experts,
+    run_norm,
+    run_routed,
+)
 
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _EPS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
 
 
@@ -306,6 +316,10 @@ def match_mlp(
         raise trace.error(module, f"has linear layers ({names}) that do not form an mlp")
     down = downs[0]
     expected = trace.input(down)
+    norms = [m for m in module.children() if is_norm(m) and trace.ran(m)]
+    inner = next((m for m in norms if same(trace.output(m), expected)), None)
+    if inner is not None:
+        expected = trace.input(inner)
     width = expected.shape[-1]
     values = [trace.output(m).float() for m in ups]
     if low is not None and len(ups) == 1:
@@ -324,18 +338,28 @@ def match_mlp(
             return distance(combine_gate(plan.activation, gate, up), expected)
         up = values[ups.index(plan.up.modules[0])]
         if plan.gate is None:
-            return distance(activate(plan.activation, up), expected)
-        gate = first * values[ups.index(plan.gate.modules[0])]
+            return distance(activate_inner(plan, up), expected)
+        gate = cut_gate(plan.cutoff, first * values[ups.index(plan.gate.modules[0])])
         return distance(combine_gate(plan.activation, gate, up), expected)
 
-    candidates = _mlp_candidates(ups, down, activations_of(module), fused, width)
+    candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, activations_of(module), fused, width)
+    learned = [m for m in module.children() if all(hasattr(m, name) for name in _XIELU)]
+    if len(learned) == 1 and len(ups) == 1 and not fused:
+        up, own = linear_plan(ups[0]), learned[0]
+        candidates = [MlpPlan(None, up, linear_plan(down), "xielu", learned=own)]
+    share = getattr(module, "activation_sparsity", 0.0)
+    if isinstance(share, float) and 0.0 < share < 1.0:
+        cutoff = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(share)))
+        candidates = (dataclasses.replace(plan, cutoff=cutoff) for plan in candidates if plan.gate)
     settled = settle(candidates, error, expected)
     plan, off = settled
     if plan is None:
         raise trace.error(module, f"has an unknown activation or gate (off by {off:.1e})")
     gate = None if plan.gate is None else with_factor(plan.gate, first)
     plans = None if low is None else (linear_plan(low[0]), linear_plan(low[1]))
-    return dataclasses.replace(plan, gate=gate, down=with_factor(plan.down, last), low=plans)
+    norm = None if inner is None else match_norm(trace, inner)
+    down_plan = with_factor(plan.down, last)
+    return dataclasses.replace(plan, gate=gate, down=down_plan, low=plans, inner_norm=norm)
 
 
 def _low_rank(
@@ -462,8 +486,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     Raises:
         MatchError: The weights, the router or its rule are not understood.
     """
-    x, expected = trace.input(block), trace.output(block)
-    hidden = x.shape[-1]
+    x, expected, hidden = trace.input(block), trace.output(block), trace.input(block).shape[-1]
     entry, last = _around(trace, block, x)
     width = hidden if entry is None else trace.output(entry.modules[0]).shape[-1]
     weights = _stacked(block, width) or _listed(trace, block)
@@ -477,8 +500,17 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
             )
     router = _router(trace, block, weights.experts, hidden)
     outer = getattr(block, "router", None) or getattr(block, "gate", None)
+    routed = None
+    if trace.ran(router) and trace.ran(weights.module) and not same(trace.input(router), x):
+        # A layer with experts among its parts, which read something else than the router.
+        routed, x, expected = (
+            trace.input(router),
+            trace.input(weights.module),
+            trace.output(weights.module),
+        )
     owners = [router, outer, block, config.raw]
-    top_k = _find(owners, "top_k", "num_experts_per_tok", "num_experts_per_token", "moe_k")
+    names_of_k = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+    top_k = _find(owners, *names_of_k)
     if not top_k:
         raise trace.error(block, "does not tell how many experts a token goes to")
     groups = _find(owners, "num_group", "n_group") or 0
@@ -487,6 +519,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     bias = _find([*owners[:3], *inside], "e_score_correction_bias", "expert_bias")
     if isinstance(bias, Tensor) and bias.numel() == weights.experts:
         bias = bias.view(-1)  # ERNIE has a row
+    scales = getattr(outer, "per_expert_scale", None)
     alpha = _find([weights.module, config.raw], "alpha", "swiglu_alpha")
     limit = _find([weights.module, config.raw], "limit", "swiglu_limit")
     first = next(iter(weights.module.children()), weights.module)
@@ -525,11 +558,14 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         jitter=float(_find(owners, "router_jitter_noise") or 0.0),
         entry=entry,
         exit=last,
+        expert_scales=scales if isinstance(scales, Tensor) else None,
     )
     scale = float(_find(owners, "routed_scaling_factor", "router_scaling_factor") or 1.0)
     candidates = _expert_candidates(plan, weights, names, scale)
 
     def error(candidate: ExpertsPlan) -> float:
+        if routed is not None:
+            return distance(run_routed(candidate, x, routed), expected)
         return distance(run_experts(candidate, x), expected)
 
     result = settle(candidates, error, expected)

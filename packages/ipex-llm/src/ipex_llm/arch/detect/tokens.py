@@ -11,7 +11,7 @@ from torch import nn
 from ipex_llm.arch import LayerPlan, TokenRowsPlan
 from ipex_llm.arch.detect.parts import activations_of, linear_plan, match_norm, with_factor
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_linear, is_norm, same, tolerance
-from ipex_llm.arch.reference import activate
+from ipex_llm.arch.reference import activate, rows_of_table
 
 Tensor = torch.Tensor
 
@@ -24,6 +24,7 @@ def match_token_rows(
     modules: nn.ModuleList,
     table: nn.Module,
     layers: tuple[LayerPlan, ...],
+    h: Tensor,
 ) -> tuple[TokenRowsPlan | None, tuple[LayerPlan, ...]]:
     """Return what tokens bring for each layer, and the layers with the activations of the blocks that read it.
 
@@ -35,6 +36,7 @@ def match_token_rows(
         modules: The layers.
         table: The embedding of the tokens.
         layers: The plans of the layers.
+        h: What the first layer reads, or the first of its streams, ``[T, hidden]``.
 
     Raises:
         MatchError: It is not a table's rows and a projection of what the first layer reads.
@@ -42,14 +44,14 @@ def match_token_rows(
     blocks = [layer.token_block for layer in layers]
     if not any(blocks):
         return None, layers
-    h, count = trace.input(modules[0]), len(modules)
+    count = len(modules)
     width = trace.input(blocks[0].output.modules[0]).shape[-1] if blocks[0] else 0
     tables = [
         m
         for m in others
         if m is not table
         and isinstance(getattr(m, "weight", None), Tensor)
-        and same(trace.inputs[m], trace.ids)
+        and same(trace.inputs[m], rows_of_table(trace.ids, m.weight))
         and trace.output(m).shape[-1] == count * width
     ]
     sources = [
@@ -74,7 +76,7 @@ def match_token_rows(
     ratio = float((given * read).sum() / given.square().sum().clamp_min(1e-30))
     known = min((float(h.shape[-1]) ** -0.5, 1.0), key=lambda one: abs(one - ratio))
     weight: Tensor = tables[0].weight  # type: ignore[assignment]
-    rows = weight[trace.ids].float().view(-1, width)
+    rows = weight[rows_of_table(trace.ids, weight)].float().view(-1, width)
     seen = trace.output(tables[0]).reshape(-1, width)
     scale = scale_of(trace, config, modules[0], rows, seen.float(), seen)
     total = trace.outputs[norm].float().view(-1, count, width) + trace.outputs[

@@ -126,7 +126,8 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         elif isinstance(plan, SelectivePlan):
             groups = plan.step_norm is None, plan.key_norm is None, plan.query_norm is None
         order = plan.input.order is None, len(plan.input.modules)
-        return type(plan), plan.conv.bias is None, norm, groups, *order
+        strength = plan.strength if isinstance(plan, DeltaPlan) else 1.0
+        return type(plan), plan.conv.bias is None, norm, groups, strength, *order
     rope = plan.rope
     return (
         None if rope is None else (rope.kind, rope.half),
@@ -142,6 +143,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.value_norm is None,
         plan.keys_as_values,
         plan.source is None,
+        plan.output_norm is None,
     )
 
 
@@ -160,13 +162,16 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.parallel,
         plan.residual_after_norm,
         plan.token_block is None,
+        plan.low is None,
+        plan.streams is None,
     ]
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
         parts += [mlp.correction_bias is None, mlp.shared is None, mlp.shared_gate is None]
-        parts += [mlp.gated, mlp.entry is None]
+        parts += [mlp.gated, mlp.entry is None, mlp.norms is None, mlp.expert_scales is None]
     elif mlp is not None:
-        parts += [mlp.gate is None, mlp.fused]
+        parts += [mlp.gate is None, mlp.fused, mlp.cutoff is None, mlp.learned is None]
+        parts.append(mlp.inner_norm is None)
     return tuple(parts)
 
 

@@ -30,7 +30,9 @@ _NOT_DIM = re.compile(
     r"vocab|window|chunk|block|kernel|patch|image|conv|group_size|page|stride|local|batch|topk|top_k"
 )
 _IS_EXPERTS = re.compile(r"experts?$|^moe_num_experts|num_local_experts|_experts_")
-_IS_TOP = re.compile(r"per_tok|top_?k$|experts_top|moe_k$|num_selected|num_experts_per")
+_IS_TOP = re.compile(
+    r"per_tok|top_?k$|^top_k_experts$|experts_top|moe_k$|num_selected|num_experts_per"
+)
 _IS_POSITIONS = re.compile(
     r"max_\w*position|n_positions|n_ctx|max_seq|seq_length|max_target|model_max|max_length"
 )
@@ -206,12 +208,24 @@ class _Sizes:
         return value if value < 4 else 2 if value < self.heads else 4
 
 
+def _is_sizes(name: str, value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and all(_integer(one) and one > 1 for one in value)
+        and _IS_DIM.search(name) is not None
+        and not _NOT_DIM.search(name)
+    )
+
+
 def _shrink(config: Any, unknown: bool) -> None:
     sizes = _Sizes(config)
     windows = iter(range(8, 80))  # beyond the seven tokens of a match
     seen: dict[int, int] = {}
     turned = _first(config, ("qk_rope_head_dim", "rotary_dim"))
     for name, value in _values(config).items():
+        if sizes.active and _is_sizes(name, value):  # of each layer
+            setattr(config, name, [sizes.dim(one) for one in value])
         if not _integer(value) or value < 2 or name in _LAYERS:
             continue
         new = value

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders with several streams beside each other, and layers of low rank beside attention (Gemma 3n)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_llm.arch import (
+    LayerPlan,
+    LowRankPlan,
+    StreamEndsPlan,
+    StreamsPlan,
+    TokenBlockPlan,
+)
+from ipex_llm.arch.detect.parts import linear_plan, match_norm, with_factor
+from ipex_llm.arch.detect.trace import (
+    Config,
+    Trace,
+    distance,
+    is_linear,
+    is_norm,
+    linears,
+    same,
+    tolerance,
+)
+from ipex_llm.arch.reference import as_long_as, close_streams, correct_streams, predict_streams
+
+Tensor = torch.Tensor
+
+_PARTS = ("router_norm", "modality_router", "prediction_coefs", "correction_coefs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams of a layer: their plan and what they are before it reads the first, ``[count, T, hidden]``."""
+
+    plan: StreamsPlan
+    predicted: Tensor
+
+
+def match_streams(trace: Trace, config: Config, layer: nn.Module) -> Streams | None:
+    """Return the streams of a layer, or None if it has one stream.
+
+    Raises:
+        MatchError: The layer does not read the first of its streams.
+    """
+    owner: Any = next((m for m in layer.children() if all(hasattr(m, n) for n in _PARTS)), None)
+    if owner is None:
+        return None
+    norm, router, predict, correct = (getattr(owner, name) for name in _PARTS)
+    count = int(getattr(correct, "out_features", 0))
+    if config.get("altup_active_idx", default=0) != 0 or not trace.ran(norm):
+        raise trace.error(owner, "has a layer that reads another stream than the first")
+    factor = float(getattr(owner, "router_input_scale", 1.0))
+    used = config.get("altup_correct_scale", default=False)
+    plan = StreamsPlan(
+        count,
+        match_norm(trace, norm),
+        with_factor(linear_plan(router), factor),
+        linear_plan(predict),
+        linear_plan(correct),
+        owner.correct_output_scale.detach() if used else None,
+    )
+    whole = trace.inputs[layer]
+    if whole.shape[0] != count or not same(trace.input(norm), whole[0]):
+        raise trace.error(owner, f"does not read the first of {count} streams")
+    return Streams(plan, predict_streams(plan, whole.reshape(count, -1, whole.shape[-1]).float()))
+
+
+def match_low_rank(
+    trace: Trace, layer: nn.Module, x: Tensor, total: Tensor, middle: Tensor
+) -> LowRankPlan | None:
+    """Return the layers of low rank beside attention, or None.
+
+    Args:
+        trace: The observed forward.
+        layer: The layer.
+        x: What attention reads.
+        total: What the layer reads and what attention gives, added.
+        middle: What the norm before the mlp reads.
+    """
+    for child in layer.children():
+        parts = [m for _, m in linears(child, trace)]
+        norms = [m for m in child.children() if is_norm(m) and trace.ran(m)]
+        chained = len(parts) == 2 and len(norms) == 1
+        if not chained or not same(trace.input(parts[0]), x):
+            continue
+        if not same(trace.input(parts[1]), trace.output(parts[0])):
+            continue
+        if not same(trace.input(norms[0]), trace.output(parts[1])):
+            continue
+        whole = total.float() + x.float() + trace.output(norms[0]).float()
+        for factor in (2.0**-0.5, 1.0):
+            if distance(whole * factor, middle) <= tolerance(middle):
+                first, second = map(linear_plan, parts)
+                return LowRankPlan(first, second, match_norm(trace, norms[0]), factor)
+    return None
+
+
+def layer_with_streams(
+    trace: Trace,
+    plan: LayerPlan,
+    streams: Streams,
+    norms: tuple[nn.Module | None, ...],
+    attended: tuple[Tensor, Tensor],
+    given: Tensor,
+    block: TokenBlockPlan | None,
+) -> LayerPlan:
+    """Return the plan of a layer with streams, which is sequential between them.
+
+    Args:
+        trace: The observed forward.
+        plan: Of the layer, with its blocks and the norms around attention and behind the mlp.
+        streams: Of `match_streams`.
+        norms: Before attention and before the mlp.
+        attended: What attention reads, and what is behind the norm of what it gives.
+        given: What is behind the norm of what the mlp gives.
+        block: The block that brings in what the tokens bring.
+
+    Raises:
+        MatchError: The layer adds its blocks in another way.
+    """
+    layer, predicted, own = plan.module, streams.predicted, streams.plan
+    first, second = norms
+    error = trace.error(layer, "adds its blocks to its streams in a way that is not understood")
+    if first is None or second is None or block is None:
+        raise error
+    middle, limit = trace.input(second), tolerance(given)
+    x, attention = attended
+    read = trace.input(first)
+    low = match_low_rank(trace, layer, x, read.float() + attention.float(), middle)
+    if low is None or distance(predicted[0], read) > limit:
+        raise error
+    after = correct_streams(own, predicted, middle.float() + given.float())
+    entry = after[0] if own.scale is None else after[0] * own.scale.float()
+    after[1:] += trace.output(block.norm.module).float()
+    off = distance(after, trace.output(layer))
+    if off > limit or distance(entry, trace.input(block.gate.modules[0])) > limit:
+        raise error
+    return dataclasses.replace(
+        plan, mlp_norm=match_norm(trace, second), token_block=block, low=low, streams=own
+    )
+
+
+def first_stream(x: Tensor, streams: StreamsPlan | None) -> Tensor:
+    """Return the first stream ``[T, hidden]`` of what a layer reads or gives."""
+    one = x if streams is None else x[0]
+    return one.reshape(-1, x.shape[-1])
+
+
+def match_ends(
+    trace: Trace, others: list[nn.Module], layers: nn.ModuleList, plan: StreamsPlan
+) -> tuple[StreamEndsPlan, Tensor]:
+    """Return how streams begin and end, and what the last norm reads.
+
+    Raises:
+        MatchError: They begin or end in another way.
+    """
+    start, end = trace.inputs[layers[0]], trace.outputs[layers[-1]]
+    h = first_stream(start, plan)
+    parts = [m for m in others if is_linear(m)]
+    first, last = [], []
+    for index in range(1, plan.count):
+        into = [
+            m
+            for m in parts
+            if same(trace.inputs[m], h)
+            and distance(as_long_as(h.float(), trace.output(m).float()), start[index])
+            <= tolerance(h)
+        ]
+        out = [m for m in parts if same(trace.inputs[m], end[index])]
+        if len(into) != 1 or len(out) != 1:
+            raise trace.error(layers[0], f"has no projections of stream {index}")
+        first.append(linear_plan(into[0]))
+        last.append(linear_plan(out[0]))
+    ends = StreamEndsPlan(tuple(first), tuple(last))
+    total = close_streams(ends, end.reshape(plan.count, -1, end.shape[-1]))
+    for module in others:
+        if is_norm(module) and distance(total, trace.inputs[module]) <= tolerance(h):
+            return ends, trace.input(module)
+    raise trace.error(layers[-1], "is followed by something else than the mean of its streams")

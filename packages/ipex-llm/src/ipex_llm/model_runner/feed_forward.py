@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks behind attention as parts of a program: plain ones, gated ones and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipex_core.program import ProgramBuilder, Register
+from ipex_core.program.pointwise import POINTWISE
+from ipex_llm.arch import ExpertsPlan, MlpPlan
+from ipex_llm.arch.reference import xielu_numbers
+from ipex_llm.model_runner.dense import Linear, UnsupportedPlan
+from ipex_llm.model_runner.pointwise import pointwise
+
+#: Activations that ``linear`` applies to its result, and those it takes for a gate.
+EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu")
+GATES = ("silu", "gelu", "gelu_tanh")
+
+#: Activations that are instructions of their own behind the layer.
+SEPARATE: Mapping[str, Callable[[ProgramBuilder, Register], Register]] = {
+    "gelu_quick": lambda b, x: b.call("gelu_quick", x),
+}
+
+
+def together(mlp: MlpPlan) -> bool:
+    """Return whether a gate and its factor are packed as one weight, or one module has both."""
+    plain = mlp.cutoff is None and (mlp.gate is None or mlp.gate.factors is None)
+    return mlp.activation in GATES and plain
+
+
+def check_mlp(mlp: MlpPlan) -> None:
+    """Raise if no op computes the activation of a block.
+
+    Raises:
+        UnsupportedPlan: No op computes it.
+    """
+    if mlp.low is not None and not mlp.fused:
+        raise UnsupportedPlan("layers of low rank beside a plain layer")
+    if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
+        raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
+    if mlp.gate is not None and mlp.gate.factors is not None and mlp.activation != "silu":
+        raise UnsupportedPlan(f"activation {mlp.activation!r} of a gate with a factor")
+    if mlp.learned is not None and mlp.activation == "xielu":
+        return
+    if mlp.cutoff is not None and mlp.activation not in POINTWISE:
+        raise UnsupportedPlan(f"activation {mlp.activation!r} of a gate that is cut off")
+    if mlp.activation not in (*EPILOGUES, "relu2", *SEPARATE):
+        raise UnsupportedPlan(f"activation {mlp.activation!r}")
+
+
+def write_inner(writer: Any, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register) -> Register:
+    """Write everything before the down projection."""
+    inner = _inner(writer, mlp, weights, x)
+    if mlp.inner_norm is None:
+        return inner
+    result: Register = writer.norm(mlp.inner_norm, inner)
+    return result
+
+
+def _inner(writer: Any, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register) -> Register:
+    b, act = writer.b, mlp.activation
+    if mlp.learned is not None:
+        return _xielu(writer, mlp.learned, writer.linear(weights[0], x))
+    if mlp.low is not None:
+        both = writer.linear(weights[0], x)
+        both = writer.linear(weights[2], writer.linear(weights[1], x), residual=both)
+        return _chunked(writer, act, both, weights[0].features // 2)
+    if mlp.gate is None and not mlp.fused:
+        return activated(writer, act, weights[0], x)
+    if together(mlp):
+        return writer.linear(weights[0], x, gate=act)
+    if mlp.cutoff is not None:
+        gate, up = (writer.linear(weight, x) for weight in weights[:2])
+        return _cut(writer, act, mlp.cutoff, gate, up)
+    if act == "silu":
+        gate, up = (writer.linear(weight, x) for weight in weights[:2])
+        result: Register = b.call("silu_mul", gate, up)
+        return result
+    if mlp.fused:
+        return _chunked(writer, act, writer.linear(weights[0], x), weights[0].features // 2)
+    return writer.linear(weights[1], x, mul=activated(writer, act, weights[0], x))
+
+
+def _cut(writer: Any, act: str, cutoff: float, gate: Register, up: Register) -> Register:
+    """Write ``act(relu(gate - mean - cutoff * standard deviation)) * up``, in float32."""
+    b = writer.b
+    wide = b.call("cast", gate, torch.float32)
+    mean = b.call("mean", wide, [1], True)
+    squares = pointwise(b, [wide, mean], [], [("sub", 0, 1), ("mul", 2, 2)], torch.float32)
+    variance = b.call("mean", squares, [1], True)
+    steps = [("sqrt", 2), ("mul", 5, 4), ("sub", 0, 1), ("sub", 7, 6), ("relu", 8)]
+    steps += [(act, 9), ("mul", 10, 3)]
+    return pointwise(b, [gate, mean, variance, up], [cutoff], steps, writer.e.store.dtype)
+
+
+def _xielu(writer: Any, module: nn.Module, x: Register) -> Register:
+    """Write ``slope * x`` plus ``positive * x^2`` above zero, ``negative * (exp(min(x, eps)) - 1 - x)`` elsewhere."""
+    above = [("mul", 1, 0), ("mul", 6, 0)]
+    below = [("minimum", 0, 4), ("expm1", 8), ("sub", 9, 0), ("mul", 10, 2)]
+    last = [("gt", 0, 5), ("where", 12, 7, 11), ("mul", 3, 0), ("add", 13, 14)]
+    numbers = [*xielu_numbers(module), 0.0]
+    return pointwise(writer.b, [x], numbers, [*above, *below, *last], writer.e.store.dtype)
+
+
+def _chunked(writer: Any, act: str, both: Register, size: int) -> Register:
+    """Write the activation of the first half of the features times the second."""
+    b = writer.b
+    gate, up = (b.call("narrow", both, 1, start, size) for start in (0, size))
+    result: Register
+    if act == "silu":
+        result = b.call("silu_mul", gate, up)
+    elif act in ("gelu", "gelu_tanh"):
+        result = b.call("gelu_mul", gate, up, "none" if act == "gelu" else "tanh")
+    else:
+        result = b.call("mul", SEPARATE[act](b, gate), up)
+    return result
+
+
+def activated(writer: Any, name: str, weight: Linear, x: Register) -> Register:
+    """Write a linear layer and the activation behind it."""
+    if name in EPILOGUES:
+        return writer.linear(weight, x, activation=name)
+    if name == "relu2":
+        positive = writer.linear(weight, x, activation="relu")
+        squared: Register = writer.b.call("mul", positive, positive)
+        return squared
+    return SEPARATE[name](writer.b, writer.linear(weight, x))
+
+
+def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Register) -> Register:
+    """Write experts, with what all tokens share of them; ``h`` is the stream, ``x`` the norm of it."""
+    b, norms = writer.b, mlp.norms
+    assert w.router is not None and w.experts is not None
+    correction, plain, routed = mlp.correction_bias, x, x
+    if norms is not None:
+        x, routed = writer.norm(norms.input, h), writer.norm(norms.router, h)
+    weights, ids = b.call(
+        "moe_routing",
+        writer.linear(w.router, routed),
+        mlp.top_k,
+        mlp.renormalize,
+        mlp.scoring,
+        mlp.groups,
+        mlp.top_groups,
+        None if correction is None else b.constant(correction.detach().float()),
+        mlp.routed_scale,
+        mlp.jitter,
+    )
+    if mlp.expert_scales is not None:
+        table = b.constant(mlp.expert_scales.detach().float().view(-1, 1))
+        factors = b.call("reshape", b.call("embedding", table, ids), [0, mlp.top_k])
+        weights = b.call("mul", weights, factors)
+    if mlp.scale_input:
+        x, weights = _scaled_input(writer, x, weights)
+    if w.entry is not None:
+        x = writer.linear(w.entry, x)
+    e = w.experts
+    y: Register = b.call(
+        "fused_experts",
+        *(x, b.constant(e.w13), b.constant(e.w2), weights, ids, mlp.intermediate_size),
+        mlp.activation,
+        None if e.w13_bias is None else b.constant(e.w13_bias),
+        None if e.w2_bias is None else b.constant(e.w2_bias),
+        swiglu_alpha=mlp.swiglu_alpha,
+        swiglu_limit=mlp.swiglu_limit,
+        lowp_mode=e.lowp,
+    )
+    if w.exit is not None:
+        y = writer.linear(w.exit, y)
+    if mlp.shared is None:
+        return y
+    inner = write_inner(writer, mlp.shared, w.mlp, plain)
+    if norms is not None:
+        own = writer.norm(norms.shared, writer.linear(w.mlp[-1], inner))
+        total: Register = b.call("add", own, writer.norm(norms.output, y))
+        return total
+    if w.shared_gate is None:
+        return writer.linear(w.mlp[-1], inner, residual=y)
+    # The sigmoid of one number per row is the routing to a single expert.
+    factor, _ = b.call("moe_routing", writer.linear(w.shared_gate, plain), 1, False, "sigmoid")
+    own = b.call("mul", writer.linear(w.mlp[-1], inner), _like(writer, factor))
+    result: Register = b.call("add", own, y)
+    return result
+
+
+def _scaled_input(writer: Any, x: Register, weights: Register) -> tuple[Register, Register]:
+    """Multiply rows with the weight of their only expert; return them and a weight of one for each."""
+    ones, _ = writer.b.call("moe_routing", weights, 1, True)
+    return writer.b.call("mul", x, _like(writer, weights)), ones
+
+
+def _like(writer: Any, x: Register) -> Register:
+    dtype = writer.e.store.dtype
+    if dtype == torch.float32:
+        return x
+    result: Register = writer.b.call("cast", x, dtype)
+    return result
