@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,30 @@ from ipex_core.program.pointwise import POINTWISE
 from ipex_llm.arch import ExpertsPlan, MlpPlan
 from ipex_llm.arch.reference import xielu_numbers
 from ipex_llm.model_runner.dense import Linear, UnsupportedPlan
-from ipex_llm.model_runner.pointwise import pointwise
+
+
+def pointwise(
+    b: ProgramBuilder,
+    inputs: Sequence[Register],
+    constants: Sequence[float],
+    steps: Sequence[tuple[Any, ...]],
+    dtype: torch.dtype,
+) -> Register:
+    """Write a chain of functions that reads and writes memory once, with all arithmetic in float32.
+
+    Args:
+        b: Of the program.
+        inputs: Values 0 to n; they broadcast.
+        constants: The values behind the inputs.
+        steps: ``(name, operand, ...)``, each a further value; operands are numbers of values.
+        dtype: Of the result, which is the last value.
+    """
+    code: list[int] = []
+    for name, *operands in steps:
+        code += [POINTWISE.index(name), *operands, *[-1] * (3 - len(operands))]
+    result: Register = b.call("pointwise", list(inputs), code, list(constants), dtype)
+    return result
+
 
 #: Activations that ``linear`` applies to its result, and those it takes for a gate.
 EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu")

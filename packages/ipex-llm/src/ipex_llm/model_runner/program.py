@@ -185,8 +185,9 @@ class Emitter:
     def _mlp(self, mlp: MlpPlan) -> tuple[Linear, ...]:
         store = self.store
         down = store.linear(mlp.down)
-        for name in () if mlp.learned is None else ("alpha_p", "alpha_n"):
-            store.watch(mlp.learned, name)
+        if mlp.learned is not None:
+            for name in ("alpha_p", "alpha_n"):
+                store.watch(mlp.learned, name)
         if mlp.low is not None:
             return store.linear(mlp.up), *map(store.linear, mlp.low), down
         if mlp.fused:

@@ -12,7 +12,7 @@ import torch
 from ipex_core.program import Register
 from ipex_llm.arch import LayerPlan, LowRankPlan, StreamsPlan
 from ipex_llm.model_runner.dense import Linear, WeightStore
-from ipex_llm.model_runner.pointwise import pointwise
+from ipex_llm.model_runner.feed_forward import pointwise
 
 Streams = list[Register]
 

@@ -207,9 +207,9 @@ def match_layer(
         beside=beside,
     )
     if streams is not None:
-        ends = (flow.input_norm, flow.mlp_norm), (attention_in, flow.attention), flow.mlp
-        block = _token_block(flow, plan)
-        return Layer(layer_with_streams(trace, plan, streams, *ends, block))
+        around = flow.input_norm, flow.mlp_norm
+        attended, more = (attention_in, flow.attention), _token_block(flow, plan)
+        return Layer(layer_with_streams(trace, plan, streams, around, attended, flow.mlp, more))
     found = _parallel(flow, plan) or _sequential(flow, plan) or _with_more(flow, plan)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)

@@ -51,7 +51,7 @@ def match_token_rows(
         for m in others
         if m is not table
         and isinstance(getattr(m, "weight", None), Tensor)
-        and same(trace.inputs[m], rows_of_table(trace.ids, m.weight))
+        and same(trace.inputs[m], rows_of_table(trace.ids, m.weight))  # type: ignore[arg-type]
         and trace.output(m).shape[-1] == count * width
     ]
     sources = [
