@@ -256,6 +256,28 @@ def test_norms_before_projections() -> None:
         assert attention.output_norm.module is module.self_attn.attn_sub_norm
 
 
+class _Rounded(nn.Linear):
+    """A linear layer that rounds its weight when it is called, as BitNet's online form does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.weight.abs().mean()
+        return nn.functional.linear(x, (self.weight / scale).round().clamp(-1, 1) * scale)
+
+
+@pytest.mark.skipif("bitnet" not in CAUSAL, reason="newer than this one")
+@torch.no_grad()
+def test_linear_layers_of_another_forward() -> None:
+    model = FAMILIES["bitnet"]()
+    for module in [*model.model.layers.modules()]:
+        if type(module) is nn.Linear:
+            module.__class__ = _Rounded
+    fast = ipex_llm.optimize(copy.deepcopy(model), dtype=torch.float32)
+    assert record_of(fast.model).runner is None
+    want = model(tokens(2)).logits
+    close = 1e-4 * float(want.abs().max())
+    torch.testing.assert_close(fast(tokens(2)).logits, want, rtol=0, atol=close)
+
+
 @pytest.mark.skipif(OLD or not hasattr(transformers, "AfmoeConfig"), reason="newer than this one")
 def test_gate_with_a_projection_of_its_own() -> None:
     config = transformers.AfmoeConfig(

@@ -18,7 +18,13 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core.module_swap.base import OptimizedModule, call, derive, has_hooks
+from ipex_core.module_swap.base import (
+    OptimizedModule,
+    call,
+    derive,
+    has_hooks,
+    original_class,
+)
 from ipex_core.module_swap.state_dict import (
     SavedTensor,
     attach,
@@ -367,6 +373,11 @@ def _not_packable(module: nn.Module) -> str | None:
         return f"its weight is {weight.dim()}-D of dtype {weight.dtype}"
     if weight.device.type != "cpu":
         return f"its weight is on {weight.device}"
+    kind = original_class(module)
+    if (
+        issubclass(kind, nn.Linear) and kind.forward is not nn.Linear.forward
+    ):  # BitNet's online form
+        return "its class computes something else than a linear layer"
     hooks = module._forward_pre_hooks
     # That of ipex_core.optimize casts the input, which programs have in the right dtype.
     if has_hooks(module) and not (list(hooks.values()) == [cast_input] and _only_hooks(module)):
