@@ -10,6 +10,7 @@ what they were.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,6 @@ from ipex_core.module_swap.base import (
     call,
     derive,
     has_hooks,
-    original_class,
 )
 from ipex_core.module_swap.state_dict import (
     SavedTensor,
@@ -39,6 +39,7 @@ from ipex_core.optimization.records import class_name
 from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm.arch import LinearPlan
+from ipex_llm.arch.seeded import seeded
 from ipex_llm.model_runner import woq as _woq
 from ipex_llm.records import recorded
 from ipex_quant.weight_only.linear import WoqLinearModule
@@ -373,16 +374,27 @@ def _not_packable(module: nn.Module) -> str | None:
         return f"its weight is {weight.dim()}-D of dtype {weight.dtype}"
     if weight.device.type != "cpu":
         return f"its weight is on {weight.device}"
-    kind = original_class(module)
-    if (
-        issubclass(kind, nn.Linear) and kind.forward is not nn.Linear.forward
-    ):  # BitNet's online form
+    if not isinstance(module, OptimizedModule) and not _is_plain(type(module)):
         return "its class computes something else than a linear layer"
     hooks = module._forward_pre_hooks
     # That of ipex_core.optimize casts the input, which programs have in the right dtype.
     if has_hooks(module) and not (list(hooks.values()) == [cast_input] and _only_hooks(module)):
         return "it has hooks"
     return None
+
+
+@functools.cache
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Return whether a class of linear layers computes nothing else, told by a small one (not BitNet's online form)."""
+    if not issubclass(kind, nn.Linear) or kind.forward is nn.Linear.forward:
+        return True
+    try:
+        with seeded(0), torch.no_grad():
+            small, x = kind(24, 8), torch.randn(3, 24)
+            want = nn.functional.linear(x, small.weight, small.bias)
+            return torch.allclose(small(x), want, rtol=1e-4, atol=1e-5)
+    except Exception:  # it takes other arguments
+        return False
 
 
 def _only_hooks(module: nn.Module) -> bool:
