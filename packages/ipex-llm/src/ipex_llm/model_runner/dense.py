@@ -374,7 +374,7 @@ def _not_packable(module: nn.Module) -> str | None:
         return f"its weight is {weight.dim()}-D of dtype {weight.dtype}"
     if weight.device.type != "cpu":
         return f"its weight is on {weight.device}"
-    if not isinstance(module, OptimizedModule) and not _is_plain(type(module)):
+    if not isinstance(module, OptimizedModule) and not _is_plain(type(module)):  # type: ignore[arg-type]
         return "its class computes something else than a linear layer"
     hooks = module._forward_pre_hooks
     # That of ipex_core.optimize casts the input, which programs have in the right dtype.
