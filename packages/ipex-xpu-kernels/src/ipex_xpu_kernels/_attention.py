@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.reads import read_once
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.attention import check_offsets
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
@@ -245,7 +246,7 @@ def _decode_attention(
     batch, heads, queries, size = query.shape
     capacity = key_cache.shape[2]
     if lengths is not None:
-        check_lengths("decode_attention", lengths.tolist(), capacity)
+        check_lengths("decode_attention", read_once(lengths, Tensor.tolist), capacity)
     out = query.new_empty(batch, queries, heads, size).transpose(1, 2)
     _run(
         *(query, key_cache, value_cache, out),
@@ -290,7 +291,7 @@ def _single_query(
         return False  # the definition reads the mapping
     if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
         return False
-    lengths = context_lens.tolist()
+    lengths = read_once(context_lens, Tensor.tolist)
     check_block_tables(op, "context_lens", lengths, block_tables, block_size, key_cache.shape[0])
     check_longest(op, lengths, max_context_len)
     _run(

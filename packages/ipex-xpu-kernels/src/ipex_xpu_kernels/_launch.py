@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ DTYPES = {
 _LANES = {True: 16, False: 256}
 
 
+@functools.cache
 def programs() -> Any:
     """Return the native module that starts kernels; the one of the device is loaded before."""
     from ipex_xpu_kernels import _device
@@ -57,15 +59,20 @@ def launch(
         (a.data_ptr(),) if isinstance(a, Tensor) else (0,) if a is None else a for a in arguments
     ]
     whole = [-(-n // g) * g for n, g in zip(items, group, strict=True)]
-    queue = torch.xpu.current_stream(device).sycl_queue
+    queue = torch._C._xpu_getCurrentRawStream(device)
     programs().launch(name, device, queue, whole, list(group), values)
 
 
 def is_gpu(like: Tensor) -> bool:
     """Return whether a tensor is on another device than a CPU."""
+    return _is_gpu(like.device.index)
+
+
+@functools.cache
+def _is_gpu(device: int) -> bool:
     from ipex_xpu_kernels import _device
 
-    return bool(_device.native().properties(like.device.index)["type"] != "cpu")
+    return bool(_device.native().properties(device)["type"] != "cpu")
 
 
 def launch_rows(name: str, like: Tensor, rows: int, *arguments: object) -> None:

@@ -58,7 +58,8 @@ def product(rows: Tensor, packed: Tensor, layout: woq.Layout) -> Tensor:
     """
     if layout.permuted:
         rows = rows[:, woq.permutation(packed, layout)]
-    rows = functional.pad(rows, (0, layout.blocks * layout.block_k - layout.k)).contiguous()
+    missing = layout.blocks * layout.block_k - layout.k
+    rows = functional.pad(rows, (0, missing)) if missing else rows.contiguous()
     if rows.data_ptr() % 32:  # a part of another tensor, which a GPU does not read by words
         rows = rows.clone()
     y = rows.new_empty(rows.shape[0], layout.n, dtype=torch.float32)

@@ -26,6 +26,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
+from ipex_core.library.reads import read_once
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.kv_cache import check_index_tensor
 
@@ -91,11 +92,11 @@ def check_offsets(op: str, name: str, offsets: Tensor, limit: int) -> list[tuple
 
     Reads data, so references call it and fakes do not.
     """
-    values = offsets.tolist()
+    values = read_once(offsets, Tensor.tolist)
     least = 0
     for value in values:
-        text = f"hold non-decreasing numbers in [0, {limit}]"
-        check(least <= value <= limit, op, name, text, value)
+        if not least <= value <= limit:
+            check(False, op, name, f"hold non-decreasing numbers in [0, {limit}]", value)
         least = value
     return list(itertools.pairwise(values))
 

@@ -28,6 +28,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
+from ipex_core.library.reads import read_once
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
@@ -143,13 +144,9 @@ def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -
 def check_lengths(op: str, lengths: Sequence[int], rows: int) -> None:
     """Check how many rows of a cache of ``rows`` each sequence uses. Reads data: references call it, fakes do not."""
     for length in lengths:
-        check(
-            0 <= length <= rows,
-            op,
-            "lengths",
-            f"be between 0 and the rows of the cache = {rows}",
-            length,
-        )
+        if not 0 <= length <= rows:
+            expected = f"be between 0 and the rows of the cache = {rows}"
+            check(False, op, "lengths", expected, length)
 
 
 def check_longest(op: str, lengths: Sequence[int], max_context_len: int) -> None:
@@ -178,22 +175,14 @@ def check_block_tables(
     Reads data, so references call it and fakes do not.
     """
     capacity = tables.shape[1] * block_size
-    for length, row in zip(lengths, tables.tolist(), strict=True):
-        check(
-            0 <= length <= capacity,
-            op,
-            lengths_name,
-            f"be between 0 and the capacity of {name} = {capacity}",
-            length,
-        )
-        for block in row[: -(-length // block_size)]:
-            check(
-                0 <= block < blocks,
-                op,
-                name,
-                f"hold numbers of blocks in [0, {blocks})",
-                block,
-            )
+    for length, row in zip(lengths, read_once(tables, Tensor.tolist), strict=True):
+        if not 0 <= length <= capacity:
+            expected = f"be between 0 and the capacity of {name} = {capacity}"
+            check(False, op, lengths_name, expected, length)
+        used = row[: -(-length // block_size)]
+        if used and (min(used) < 0 or max(used) >= blocks):
+            wrong = next(block for block in used if not 0 <= block < blocks)
+            check(False, op, name, f"hold numbers of blocks in [0, {blocks})", wrong)
 
 
 def gather_blocks(cache: Tensor, table: Tensor, length: int) -> Tensor:

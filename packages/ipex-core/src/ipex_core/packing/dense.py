@@ -14,6 +14,7 @@ import struct
 
 import torch
 
+from ipex_core.library.reads import read_once
 from ipex_core.library.spec import check, dtype_name
 
 __all__ = [
@@ -138,6 +139,10 @@ def deinterleave_gate_up(
 
 def read_header(packed: torch.Tensor) -> tuple[int, int, int] | None:
     """Return ``(format id, N, K)`` of a packed tensor, or None if it is not one."""
+    return read_once(packed, _read_header)
+
+
+def _read_header(packed: torch.Tensor) -> tuple[int, int, int] | None:
     if packed.dim() != 1 or packed.dtype != torch.uint8 or packed.numel() < HEADER_BYTES:
         return None
     magic, version, layout, panel, n, k = _HEADER.unpack(bytes(packed[: _HEADER.size].tolist()))

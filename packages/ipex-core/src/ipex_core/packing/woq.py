@@ -19,6 +19,7 @@ import struct
 
 import torch
 
+from ipex_core.library.reads import read_once
 from ipex_core.library.spec import check, dtype_name
 from ipex_core.packing import dense
 from ipex_core.packing.dense import HEADER_BYTES, PANEL
@@ -455,6 +456,10 @@ def header(layout: Layout) -> Tensor:
 
 def read_layout(packed: Tensor) -> Layout | None:
     """Return the layout of a packed quantized weight, or None if the tensor is not one."""
+    return read_once(packed, _read_layout)
+
+
+def _read_layout(packed: Tensor) -> Layout | None:
     if packed.dim() != 1 or packed.dtype != torch.uint8 or not packed.is_contiguous():
         return None
     if packed.numel() < HEADER_BYTES:
