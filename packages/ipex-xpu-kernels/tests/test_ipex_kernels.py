@@ -20,8 +20,8 @@ from ipex_core.nn.modules import MergedEmbeddingBagWithAdaGrad, MergedEmbeddingB
 
 pytestmark = pytest.mark.usefixtures("always")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-#: Samples with weights or an activation that the kernels do not have.
-QUANTIZED = ("int8_", "int4_", "fp4_", "nf4_", "quantized_", "relu2_")
+#: Samples with quantized weights (test_llm_kernels.py).
+QUANTIZED = ("int8_", "int4_", "fp4_", "nf4_", "quantized_", "relu2_int")
 NAMES = (
     "fused_experts",
     "grouped_linear",

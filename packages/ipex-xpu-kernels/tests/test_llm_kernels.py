@@ -27,7 +27,7 @@ NAMES = (
     "sample_token_seeded",
 )
 #: Samples of `fused_experts` whose weights are quantized.
-QUANTIZED_EXPERTS = ("int8_", "int4_", "fp4_", "nf4_", "quantized_")
+QUANTIZED_EXPERTS = ("int8_", "int4_", "fp4_", "nf4_", "quantized_", "relu2_int")
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float, id: str) -> None:
@@ -98,7 +98,7 @@ def test_experts_with_quantized_weights(dtype: torch.dtype) -> None:
     spec = specs()["fused_experts"]
     rtol, atol = spec.tolerance[dtype]
     samples = [s for s in spec.samples(dtype) if str(s.id).startswith(QUANTIZED_EXPERTS)]
-    assert len(samples) >= 8
+    assert len(samples) >= 12
     for sample in samples:
         expected = run("fused_experts", sample, "cpu")
         for one, wanted in zip(run("fused_experts", sample, "xpu"), expected, strict=True):

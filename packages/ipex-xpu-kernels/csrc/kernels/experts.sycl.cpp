@@ -65,7 +65,7 @@ void expert_product(float* y, const T* x, Index x_row, const int* rows,
   }
 }
 
-enum Activation { kSilu, kGelu, kGeluTanh, kSwigluOai };
+enum Activation { kSilu, kGelu, kGeluTanh, kSwigluOai, kRelu2 };  // the last has no gate
 
 inline float gated(float gate, float up, int activation, float alpha, float limit) {
   switch (activation) {
@@ -76,6 +76,8 @@ inline float gated(float gate, float up, int activation, float alpha, float limi
     case kGeluTanh:
       return 0.5f * gate *
              (1.f + sycl::tanh(0.79788456f * (gate + 0.044715f * gate * gate * gate))) * up;
+    case kRelu2:
+      return gate < 0.f ? 0.f : gate * gate;
     default: {
       const float g = gate > limit ? limit : gate;
       const float u = up > limit ? limit : up < -limit ? -limit : up;
@@ -85,7 +87,7 @@ inline float gated(float gate, float up, int activation, float alpha, float limi
 }
 
 // y = activation(gate) * up for products whose features are 32 gates and 32 ups in turn. `bias` (or
-// null) has all gates of an expert and then all ups.
+// null) has all gates of an expert and then all ups. With relu2 there are no gates.
 template <typename T>
 IPEX_KERNEL(2)
 void expert_gate(T* y, const float* products, Index width, const float* bias, const int* experts,
@@ -94,13 +96,14 @@ void expert_gate(T* y, const float* products, Index width, const float* bias, co
   const Index place = item.get_global_id(0);
   const Index i = item.get_global_id(1);
   if (i >= inner) return;
-  products += place * width + i / kPanel * 2 * kPanel + i % kPanel;
+  const bool pair = activation != kRelu2;
+  products += place * width + (pair ? i / kPanel * 2 * kPanel + i % kPanel : i);
   float gate = products[0];
-  float up = products[kPanel];
+  float up = pair ? products[kPanel] : 0.f;
   if (bias) {
-    bias += experts[place] * 2 * inner;
+    bias += experts[place] * (pair ? 2 : 1) * inner;
     gate += bias[i];
-    up += bias[inner + i];
+    if (pair) up += bias[inner + i];
   }
   store(y, place * inner + i, gated(gate, up, activation, alpha, limit));
 }

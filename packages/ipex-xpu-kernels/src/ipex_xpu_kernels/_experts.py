@@ -9,7 +9,7 @@ import torch
 
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS
-from ipex_core.ops.fused_experts import GATES
+from ipex_core.ops.fused_experts import ACTIVATIONS
 from ipex_core.ops.moe import check_quantized_expert, has_data, is_quantized
 from ipex_xpu_kernels._launch import kernel, launch_columns
 from ipex_xpu_kernels._woq import product, supported
@@ -24,8 +24,6 @@ def fused_experts(*args: Any, **kwargs: Any) -> Tensor | None:
     x: Tensor = a.hidden_states
     if x.dtype not in FLOATS or a.lowp_mode != "none" or not has_data(a.w13):
         return None
-    if a.activation not in GATES:
-        return None
     if a.w13.device != x.device or not is_quantized(a.w13):
         return None
     from ipex_xpu_kernels import _device
@@ -35,13 +33,14 @@ def fused_experts(*args: Any, **kwargs: Any) -> Tensor | None:
     spec.check(a)
     hidden = x.shape[1]
     ids = a.topk_ids.cpu()
+    pair = a.activation != "relu2"  # which has no gate
 
     def expert(rows: Tensor, prefix: str, index: int, size: int) -> Tensor | None:
         first, second = getattr(a, f"{prefix}w13"), getattr(a, f"{prefix}w2")
         layouts = [
             check_quantized_expert(spec.name, f"{prefix}{name}", packed, index, n, k, gated)
             for name, packed, n, k, gated in (
-                ("w13", first, 2 * size, hidden, True),
+                ("w13", first, (1 + pair) * size, hidden, pair),
                 ("w2", second, hidden, size, False),
             )
         ]
@@ -55,7 +54,7 @@ def fused_experts(*args: Any, **kwargs: Any) -> Tensor | None:
         )
         launch_columns(
             *(kernel("expert_gate", x.dtype), x, rows.shape[0], size, middle, both, both.shape[1]),
-            *(bias, only, size, GATES.index(a.activation), a.swiglu_alpha, a.swiglu_limit),
+            *(bias, only, size, ACTIVATIONS.index(a.activation), a.swiglu_alpha, a.swiglu_limit),
         )
         out = product(middle, second[index], layouts[1])
         return out if prefix or a.w2_bias is None else out + a.w2_bias[index].float()

@@ -236,7 +236,7 @@ struct Routes {
   }
 };
 
-// Two products with a gate in between, for all experts.
+// Two products with a gate (or relu2) in between, for all experts.
 struct Mlp {
   Weights first, second;
   std::int64_t inner;
@@ -256,7 +256,8 @@ struct Mlp {
 };
 
 optional<int> activation_of(std::string_view name) {
-  constexpr std::array<std::string_view, 4> kNames{"silu", "gelu", "gelu_tanh", "swigluoai"};
+  constexpr std::array<std::string_view, 5> kNames{"silu", "gelu", "gelu_tanh", "swigluoai",
+                                                   "relu2"};
   for (std::size_t i = 0; i < kNames.size(); ++i) {
     if (kNames[i] == name) return static_cast<int>(i);
   }
@@ -282,8 +283,9 @@ optional<Tensor> fused_experts(const Tensor& hidden_states, const Tensor& w13, c
   const std::int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1);
   const std::int64_t experts = w13.size(0);
   const std::int64_t total = num_experts == 0 ? experts : num_experts;
+  const bool pair = activation != "relu2";
   const auto mlp = [&](const Tensor& a, const Tensor& b, std::int64_t inner) -> optional<Mlp> {
-    const auto first = weights_of(a, 2 * padded(inner, kPanel), hidden, dtype);
+    const auto first = weights_of(a, pair ? 2 * padded(inner, kPanel) : inner, hidden, dtype);
     const auto second = weights_of(b, hidden, inner, dtype);
     if (!first || !second || inner <= 0 || a.size(0) == 0 || a.size(0) != b.size(0))
       return std::nullopt;
@@ -299,7 +301,7 @@ optional<Tensor> fused_experts(const Tensor& hidden_states, const Tensor& w13, c
       (topk_ids.scalar_type() != at::kLong && topk_ids.scalar_type() != at::kInt) ||
       topk_ids.numel() > std::numeric_limits<int>::max() ||
       !is_kind(topk_weights, dtype, topk_ids.sizes()) ||
-      !none_or_kind(w13_bias, dtype, {experts, 2 * intermediate_size}) ||
+      !none_or_kind(w13_bias, dtype, {experts, (pair ? 2 : 1) * intermediate_size}) ||
       !none_or_kind(w2_bias, dtype, {experts, hidden}) || num_experts < 0 || experts_start_id < 0 ||
       experts_start_id > total - experts)
     return std::nullopt;
