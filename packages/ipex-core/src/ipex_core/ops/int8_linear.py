@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
+from ipex_core.library.reads import read_once
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.linear import (
     ACTIVATIONS,
@@ -191,7 +193,7 @@ def _linear(
     """
     n = weight_rows(out_features, gate)
     _packed_int8.check_header(_OP, "packed_weight", packed_weight, n, x.shape[-1])
-    _check_values(x, x_scale, x_zero)
+    check_values(x, x_scale, x_zero)
     if x.dtype in _CODES:
         assert x_scale is not None
         scale, zero, q = x_scale, x_zero, x
@@ -208,7 +210,7 @@ def _linear(
     weight = _packed_int8.unpack(packed_weight, n, x.shape[-1]).double()
     y = (value @ weight.T) * (_rows(scale, x).double() * weight_scale.double())
     y = apply_epilogue(y, out_features, bias, activation, mul, residual, residual2, gate)
-    result = _result_dtype(x, dtype)
+    result = result_dtype(x, dtype)
     if result in _CODES:
         step = torch.tensor(output_scale, dtype=torch.float32, device=x.device)
         shift = torch.tensor(output_zero, dtype=torch.int32, device=x.device)
@@ -221,23 +223,36 @@ def _rows(value: Tensor, x: Tensor) -> Tensor:
     return value.reshape(()) if value.numel() == 1 else value.reshape(*x.shape[:-1], 1)
 
 
-def _result_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def result_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is not None:
         return dtype
     return torch.float32 if x.dtype in _CODES else x.dtype
 
 
-def _check_values(x: Tensor, x_scale: Tensor | None, x_zero: Tensor | None) -> None:
+def check_values(x: Tensor, x_scale: Tensor | None, x_zero: Tensor | None) -> None:
     """Check what only the data tell."""
     if x_scale is None:
         return
     if x.dtype not in _CODES:
-        check_scale(_OP, "x_scale", x_scale)
+        read_once(x_scale, _check_scale)
     if x_zero is not None:
         low = -128 if x.dtype == torch.int8 else 0
-        wrong = x_zero[(x_zero < low) | (x_zero > low + 255)]
-        for value in wrong[:1].tolist():
+        for value in read_once(x_zero, _OUTSIDE[low]):
             check(False, _OP, "x_zero", f"be in [{low}, {low + 255}]", value)
+
+
+def _check_scale(scale: Tensor) -> None:
+    check_scale(_OP, "x_scale", scale)
+
+
+def _outside(low: int, zero: Tensor) -> list[int]:
+    """Return the first zero point that is out of range, if there is one."""
+    found: list[int] = zero[(zero < low) | (zero > low + 255)][:1].tolist()
+    return found
+
+
+#: By the smallest code.
+_OUTSIDE = {low: functools.partial(_outside, low) for low in (-128, 0)}
 
 
 def _check(a: Arguments) -> None:
@@ -264,7 +279,7 @@ def _check(a: Arguments) -> None:
         a.act_quant,
     )
     _check_activations(a.x, a.x_scale, a.x_zero, a.symmetric)
-    result = _result_dtype(a.x, a.dtype)
+    result = result_dtype(a.x, a.dtype)
     check(
         result in (*FLOATS, *_CODES),
         _OP,
@@ -328,7 +343,7 @@ def _check_activations(
 
 
 def _fake(a: Arguments) -> Tensor:
-    return a.x.new_empty(*a.x.shape[:-1], a.out_features, dtype=_result_dtype(a.x, a.dtype))
+    return a.x.new_empty(*a.x.shape[:-1], a.out_features, dtype=result_dtype(a.x, a.dtype))
 
 
 def _weight(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -76,8 +76,8 @@ def quantize(x: Tensor, scale: float, zero: int) -> Tensor:
         if rows.is_contiguous():
             back = (0, x.dim() - 1, *range(1, x.dim() - 1))
             return quantize(rows, scale, zero).permute(back)
-    one = torch.tensor(scale, dtype=torch.float32)
-    by = torch.tensor([zero], dtype=torch.int32)
+    one = torch.tensor(scale, dtype=torch.float32, device=x.device)
+    by = torch.tensor([zero], dtype=torch.int32, device=x.device)
     codes: Tensor = torch.ops.ipex.quantize_per_tensor(x, one, by, False)[0]
     return codes
 
@@ -192,6 +192,47 @@ def _clamp(y: Tensor, activation: str, scale: float, zero: int) -> None:
     y.clamp_(low, high)
 
 
+def _on_device(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: float,
+    x_zero: int,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str,
+    dtype: torch.dtype,
+    output_scale: float,
+    output_zero: int,
+    residual: Tensor | None,
+    residual_scale: float,
+    residual_zero: int,
+) -> Tensor:
+    """Compute the same in ops of a device: sums of codes in float32, which are exact up to 2**24."""
+    operand = x if x.dtype == torch.uint8 else quantize(x, x_scale, x_zero)
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
+    geometry = (stride, padding, dilation, groups)
+    y = convolve(operand.float() - x_zero, weight.float(), None, *geometry)
+    channels = (-1, *[1] * (weight.dim() - 2))
+    y = y * (weight_scale * x_scale).view(channels)
+    if bias is not None:
+        y = y + bias.view(channels)
+    if residual is not None:
+        by_scale = residual.dtype == torch.uint8
+        step = (residual_scale, residual_zero) if by_scale else (1.0, 0)
+        y = y + _dequantize(residual, *step, torch.float32)
+    if activation != "none":
+        y = getattr(functional, activation)(y)
+    y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
+    if y.dim() == weight.dim() in (4, 5):
+        last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+        y = y.contiguous(memory_format=last)
+    return y
+
+
 def _fake_conv(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     stride, padding, dilation = args[4:7]
     dims = range(weight.dim() - 2)
@@ -221,6 +262,7 @@ for _name, _kind, _kernel in (
         _name + _SCHEMA.format(_kind), _LIBRARY
     ):  # otherwise it has the kernel of libipex_cpp.so
         _LIBRARY.impl(_name, _kernel, "CPU")
+    _LIBRARY.impl(_name, _on_device, "XPU")
     torch.library.register_fake(f"ipex_quant::{_name}", _fake_conv, lib=_LIBRARY)
 
 int8_conv = torch.ops.ipex_quant.int8_conv.default

@@ -20,8 +20,9 @@ Tensor = torch.Tensor
 
 def result_dtype(x: Any) -> torch.dtype:
     """Return the dtype of a float result: as stock layers have it."""
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     dtype: torch.dtype = x.dtype
     return dtype if dtype.is_floating_point else torch.float32
 
