@@ -250,6 +250,44 @@ def run(function: Any, *args: Any) -> list[Any]:
     return results
 
 
+def language_model(rank: int, ranks: int, folder: str, kind: str) -> tuple[Any, ...]:
+    """Tokens, logits and the number of weights of a model that is divided among the processes."""
+    start(rank, ranks, folder)
+    from test_language_models import llama, tokens
+
+    from ipex_llm import optimize
+    from ipex_quant import WoqWeightDtype, get_weight_only_quant_qconfig_mapping
+
+    options: dict[str, Any] = {"kv_cache_dtype": "int8"} if kind == "cache" else {}
+    if kind == "int4":
+        options["quantization_config"] = get_weight_only_quant_qconfig_mapping(
+            weight_dtype=WoqWeightDtype.INT4, group_size=16
+        )
+    whole = optimize(llama(), dtype=torch.float32, device="xpu", **options)
+    part = optimize(llama(), dtype=torch.float32, device="xpu", tp_group=True, **options)
+    ids = torch.tensor([[1, 5, 9, 13, 2]], device="xpu")
+    with torch.no_grad():
+        logits = [model(ids).logits.cpu() for model in (part, whole)]
+    found = [tokens(model, "xpu") for model in (part, whole)]
+    torch.manual_seed(rank)  # what is drawn is the same all the same
+    drawn = part.generate(ids, do_sample=True, max_new_tokens=8, pad_token_id=0).tolist()
+    sizes = [sum(t.numel() for t in model.state_dict().values()) for model in (part, whole)]
+    leave()
+    return found, [t.tolist() for t in logits], drawn, sizes
+
+
+@pytest.mark.parametrize("kind", ["plain", "int4", "cache"])
+def test_a_language_model_that_is_divided(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("ipex_llm")
+    pytest.importorskip("transformers")
+    results = run(language_model, str(tmp_path), kind)
+    for found, logits, drawn, sizes in results:
+        assert found[0] == found[1]
+        torch.testing.assert_close(*map(torch.tensor, logits), rtol=1e-3, atol=1e-3)
+        assert drawn == results[0][2]
+        assert sizes[0] < 0.8 * sizes[1]
+
+
 def test_names_of_back_ends(tmp_path: Path) -> None:
     for result in run(backends, str(tmp_path)):
         *values, message = result

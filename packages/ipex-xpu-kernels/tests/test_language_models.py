@@ -69,6 +69,31 @@ def test_int4_llama_gives_the_tokens_of_the_host() -> None:
     assert tokens(fast, "xpu") == tokens(on_host, "cpu")
 
 
+@torch.no_grad()
+def test_static_int8_gives_the_tokens_of_the_host(tmp_path: Path) -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+    from ipex_quant import get_smooth_quant_qconfig_mapping, prepare
+
+    config = get_smooth_quant_qconfig_mapping()
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    model = llama(initializer_range=0.15)
+    calibrated = optimize(model, dtype=torch.float32, quantization_config=config, device="xpu")
+    prepared = prepare(calibrated, config, example_kwarg_inputs={"input_ids": ids})
+    prepared(input_ids=ids)
+    scales = str(tmp_path / "scales.json")
+    prepared.save_qconf_summary(qconf_summary=scales)
+    options = {"quantization_config": config, "qconfig_summary_file": scales}
+    options |= {"dtype": torch.float32, "sample_inputs": {"input_ids": ids}}
+    on_host, fast = (optimize(model, device=d, **options) for d in ("cpu", "xpu"))
+    assert any(type(m).__name__ == "Int8Linear" for m in fast.modules())
+    expected, actual = on_host(ids).logits, fast(ids.to("xpu")).logits.cpu()
+    # A code that is rounded the other way changes what follows.
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+    assert tokens(fast, "xpu") == tokens(on_host, "cpu")
+    with pytest.raises(NotImplementedError, match=r"kv_cache_dtype must be None .* static INT8"):
+        optimize(model, device="xpu", kv_cache_dtype="int8", **options)
+
+
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "GptOss"])
 def test_experts_train_and_generate_as_on_the_host(name: str) -> None:
     torch.manual_seed(0)
@@ -203,7 +228,7 @@ def test_what_a_quantized_cache_stores(kind: str) -> None:
 def test_options_that_xpu_does_not_have() -> None:
     optimize = pytest.importorskip("ipex_llm").optimize
 
-    with pytest.raises(NotImplementedError, match="tp_group must be None for device 'xpu'"):
+    with pytest.raises(ValueError, match="tp_group must be started"):
         optimize(llama(), device="xpu", tp_group=True)
     with pytest.raises(RuntimeError, match="device must be 'cpu' or 'xpu', got 'cuda'"):
         optimize(llama(), device="cuda")

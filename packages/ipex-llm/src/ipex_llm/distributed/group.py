@@ -107,9 +107,12 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace ``x`` by its sum over the ranks, and return it; not differentiable."""
         with torch.no_grad():
-            if x.device.type == "cpu" and x.dtype in FLOATS:
+            if x.dtype in FLOATS and (x.device.type == "cpu" or self.shared is not None):
                 name = "" if self.shared is not None else self.name
-                torch.ops.ipex.all_reduce_(x.detach(), self._memory, self.rank, self.timeout, name)
+                host = x.detach().cpu()  # of a device, whose collectives also go through the host
+                torch.ops.ipex.all_reduce_(host, self._memory, self.rank, self.timeout, name)
+                if x.device.type != "cpu":
+                    x.copy_(host)
             else:
                 dist.all_reduce(x.detach(), group=self.group)
         return x
@@ -118,9 +121,9 @@ class TensorParallel:
         """Return the columns of all ranks side by side: ``[..., sizes[rank]]`` to ``[..., sum(sizes)]``."""
         name = "" if self.shared is not None else self.name
         result: Tensor = torch.ops.ipex.all_gather_columns(
-            x, list(sizes), self._memory, self.rank, self.timeout, name
+            x.cpu(), list(sizes), self._memory, self.rank, self.timeout, name
         )
-        return result
+        return result.to(x.device)
 
     def from_first(self, values: list[int]) -> list[int]:
         """Return what rank 0 has: as many numbers on each rank, 0 to 2**24."""

@@ -88,8 +88,8 @@ def optimize(
         dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
         device: ``"cpu"``, or ``"xpu"``: the model is moved there and runs layer by layer, with fused ops for its norms
-            and gated MLPs; ``tp_group`` must be None. With ``kv_cache_dtype`` its keys and values are stored as 8-bit
-            numbers in the memory of the device, and read back layer by layer.
+            and gated MLPs. With ``kv_cache_dtype`` its keys and values are stored as 8-bit numbers in the memory of the
+            device, and read back layer by layer.
         quantization_config: Weight-only quantization, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``,
             or static INT8 of activations and weights, of ``get_smooth_quant_qconfig_mapping`` or another mapping for
             ``ipex.quantization.prepare``. A static model runs layer by layer; the options of caches and depths are not
@@ -122,7 +122,7 @@ def optimize(
         ValueError: An unknown dtype or option; a model in training mode, or an optimizer (also an AssertionError); a
             group that is not started, or has more ranks than heads; a model that cannot be divided.
         RuntimeError: An unknown device.
-        NotImplementedError: An option that xpu does not have.
+        NotImplementedError: An option that xpu does not have for this model.
         MissingComponentError: ``device`` is ``"xpu"``, but there is no XPU.
 
     Example:
@@ -141,7 +141,7 @@ def optimize(
     if request.device.type == "xpu":
         from ipex_llm.optimization.xpu import optimize_on_xpu
 
-        return optimize_on_xpu(model, request, _load)
+        return optimize_on_xpu(model, request, _load, _quantize_static)
     if any(original_class(module) is not type(module) for module in model.modules()):
         ipex_core.restore(model)  # the arguments may be others now
     if request.static and request.summary is None:

@@ -221,7 +221,7 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
         ValueError: The model cannot be divided among so many ranks, or a configuration does not fit it.
     """
     sharded, config = is_sharded(model), request.weight_config
-    grains = _grains(config)
+    grains = grains_of(config)
     parallel = None if request.checkpoint is not None else request.parallel
     found: DecoderPlan | None = None
     reason: str | None = request.shallow or None
@@ -285,7 +285,7 @@ def refused(decision: Decision, model: nn.Module, reason: str) -> Decision:
     return dataclasses.replace(decision, plan=plan, stack=None, layers=tuple(layers), pair=None)
 
 
-def _grains(config: Any) -> tuple[int, ...]:
+def grains_of(config: Any) -> tuple[int, ...]:
     """Return how many features of an mlp should stay together: whole groups, so that their scales are the same."""
     if config is None:
         return GRAINS

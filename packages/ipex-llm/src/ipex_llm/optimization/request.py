@@ -99,7 +99,7 @@ def checked(
         )
     place = torch.device(device)
     if place.type == "xpu":
-        _check_xpu(tp_group, quantization_config if static else None)
+        _check_xpu()
     kv = _kv_dtype(kv_cache_dtype)
     scales = _kv_scales(kv_cache_scales, kv)
     if type(depth) is not int or depth not in (1, 2, 3):
@@ -159,15 +159,7 @@ def _check_arguments(optimizer: Any, dtype: Any, device: Any) -> None:
         raise RuntimeError(f"optimize: device must be 'cpu' or 'xpu', got {device!r}")
 
 
-def _check_xpu(tp_group: Any, static: Any) -> None:
-    if tp_group is not None:
-        raise NotImplementedError(
-            f"optimize: tp_group must be None for device 'xpu', got {tp_group!r}"
-        )
-    if static is not None:
-        raise NotImplementedError(
-            "optimize: quantization_config must be for weights only for device 'xpu', got a static one"
-        )
+def _check_xpu() -> None:
     if not torch.xpu.is_available():
         raise MissingComponentError(
             "optimize: device 'xpu' needs a device: pip install 'ipex[xpu]', and IPEX_XPU_DEVICE=cpu for the CPU as one"

@@ -11,17 +11,24 @@ import torch
 from torch import nn
 
 from ipex_core.errors import OpArgumentError
-from ipex_llm.arch import AttentionPlan, MlpPlan, NormPlan
+from ipex_llm.arch import AttentionPlan, DecoderPlan, MlpPlan, NormPlan
+from ipex_llm.distributed.divide import adopt, divide
+from ipex_llm.distributed.group import ShardedModule, uncovered
 from ipex_llm.kv_cache.device import quantize_cache, shapes_of
 from ipex_llm.model_runner.woq_model import choose, quantize
+from ipex_llm.optimization.decide import grains_of
 from ipex_llm.optimization.request import Request
-from ipex_llm.patch import find_plan
+from ipex_llm.patch import find_plan, share_random
+from ipex_llm.records import is_sharded
 
 logger = logging.getLogger("ipex.llm")
 
 
 def optimize_on_xpu(
-    model: nn.Module, request: Request, load: Callable[[nn.Module, Request], None]
+    model: nn.Module,
+    request: Request,
+    load: Callable[[nn.Module, Request], None],
+    quantize_static: Callable[[nn.Module, Request, list[Any]], tuple[nn.Module, list[Any]]],
 ) -> nn.Module:
     """Return the model on the device, changed in place.
 
@@ -29,17 +36,28 @@ def optimize_on_xpu(
         model: The model.
         request: What was asked for.
         load: Puts the checkpoint of the request into the model.
+        quantize_static: Makes the model INT8.
     """
     dtype, device = request.dtype, request.device
-    plan, reason = find_plan(model)
+    config = request.weight_config
+    if request.kv is not None:  # raises before anything is changed
+        _scales(request, len(shapes_of(*_plan(model, request))))
+    adopt(model)
+    # Weights are divided and packed on the host.
+    if request.static:
+        if request.summary is None:
+            return model  # to be calibrated
+        model = quantize_static(model.to("cpu"), request, [])[0]
+    elif request.checkpoint is not None:
+        load(model, request)
+    elif request.parallel is not None:
+        divide(model.to("cpu"), request.parallel, grains=grains_of(config))
+    plan, reason = _plan(model, request)
     shapes = [] if request.kv is None else shapes_of(plan, reason)
     scales = _scales(request, len(shapes))
-    # Weights are packed on the host.
-    if request.checkpoint is not None:
-        load(model, request)
-        plan, reason = find_plan(model)
-    elif request.quantization_config is not None:
-        plan, _ = quantize(model, plan, choose(model, plan, request.quantization_config))
+    if config is not None:
+        with uncovered(model):
+            plan, _ = quantize(model, plan, choose(model, plan, config))
     if dtype is not None and dtype != torch.float32:
         model.to(dtype)
     model.to(device)
@@ -48,6 +66,8 @@ def optimize_on_xpu(
     if plan is None:
         logger.info("optimize: %s runs as it is on %s: %s", type(model).__name__, device, reason)
         return model
+    if is_sharded(model):
+        share_random(model)
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     norms = [plan.final_norm, plan.embedding_norm]
     for layer in plan.layers:
@@ -66,6 +86,11 @@ def optimize_on_xpu(
         if norm is not None and norm.kind == "rms" and norm.weight is not None:
             _fuse_norm(norm)
     return model
+
+
+def _plan(model: nn.Module, request: Request) -> tuple[DecoderPlan | None, str | None]:
+    """Return the plan of a model, or why it runs as it is."""
+    return (None, "it is static INT8") if request.static else find_plan(model)
 
 
 def _scales(request: Request, layers: int) -> tuple[tuple[float, float], ...] | None:
@@ -98,10 +123,16 @@ def _fuse_norm(plan: NormPlan) -> None:
     module.forward = forward
 
 
+def _with_sum(parent: nn.Module | None, module: nn.Module) -> nn.Module:
+    return parent if isinstance(parent, ShardedModule) else module
+
+
 def _fuse_mlp(plan: MlpPlan, parents: dict[int, nn.Module]) -> None:
     if plan.gate is None or plan.fused or plan.activation != "silu":
         return
-    parts = (*plan.gate.modules, *plan.up.modules, *plan.down.modules)
+    parts = [*plan.gate.modules, *plan.up.modules, *plan.down.modules]
+    # Of a model that is divided, the sum over the ranks.
+    parts = [_with_sum(parents.get(id(part)), part) for part in parts]
     if len(parts) != 3 or plan.gate.transposed or len({id(parents.get(id(p))) for p in parts}) != 1:
         return
     gate, up, down = parts
