@@ -57,7 +57,10 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], A
 def language_cases(
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Callable[[], Any], float, float]]:
-    """Yield ops of language models, which torch.cuda does not have: one token of each of eight sequences."""
+    """Yield ops of language models, which torch.cuda does not have: one token of each of some sequences.
+
+    Lengths and tables are the same tensors at each call, as the layers of a model share them.
+    """
     from ipex_core.ops.woq_weight import woq_weight
 
     ops = torch.ops.ipex
@@ -66,31 +69,19 @@ def language_cases(
     size = float(x.numel() * x.element_size())
     yield "rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), 2 * size, 0
     yield "silu_mul", lambda: ops.silu_mul(x, y), 3 * size, 0
-    sequences, context, block, heads, shared, width = 8, 4096, 32, 32, 8, 128
-    blocks = sequences * context // block
-    table = torch.randperm(blocks).view(sequences, -1).int().to("xpu")
-    lengths = torch.full((sequences,), context, dtype=torch.int32, device="xpu")
-    query = torch.randn(sequences, heads, width, device="xpu", dtype=dtype)
-    out = torch.empty_like(query)
-    for stored in (dtype, torch.int8):
-        shape = (blocks, shared, block, width)
-        if stored == torch.int8:
-            caches = [torch.randint(-99, 99, shape, dtype=stored).to("xpu") for _ in range(2)]
-        else:
-            caches = [torch.randn(shape, device="xpu", dtype=stored) for _ in range(2)]
-        name = "own dtype" if stored == dtype else "int8"
-        moved = 2.0 * caches[0].numel() * stored.itemsize
-        scale = 1.0 if stored == dtype else 0.01
+    for sequences in (8, 64):
+        yield from decoding_cases(dtype, sequences)
+    sequences = 8
+    rows = torch.randn(sequences, 4096, device="xpu", dtype=dtype)
+    large = torch.randn(1, 8192, device="xpu", dtype=dtype)
+    for form in ("int8", "int4"):
+        packed = many_features(woq_weight(32, 8192, form, 128), 2048).to("xpu")
         yield (
-            f"decoding, 8 x 4096 keys of 8 heads of 128, {name}",
-            lambda caches=caches, scale=scale: ops.single_query_cached_kv_attention(
-                *(out, query, *caches, None, 0.1, table, lengths, block, context, None),
-                *(-1, scale, scale),
-            ),
-            moved,
+            f"woq_linear, 1 x 8192 x 65536, {form}",
+            lambda packed=packed: ops.woq_linear(large, packed, 65536),
+            65536.0 * 8192 / (2 if form == "int4" else 1),
             0,
         )
-    rows = torch.randn(sequences, 4096, device="xpu", dtype=dtype)
     for form in ("int8", "int4", "fp8_e4m3"):
         packed = woq_weight(11008, 4096, form, 128).to("xpu")
         moved = 11008.0 * 4096 / (2 if form == "int4" else 1)
@@ -101,6 +92,44 @@ def language_cases(
                 moved,
                 0,
             )
+
+
+def many_features(packed: torch.Tensor, times: int) -> torch.Tensor:
+    """Return a packed weight with the 32 features of one again and again, which takes no time to pack."""
+    head, strips = packed[:64].clone(), packed[64:]
+    head[16:24] = torch.tensor(list((32 * times).to_bytes(8, "little")), dtype=torch.uint8)
+    return torch.cat([head, strips.repeat(times)])
+
+
+def decoding_cases(
+    dtype: torch.dtype, sequences: int
+) -> Iterator[tuple[str, Callable[[], Any], float, float]]:
+    """Yield attention of one query for each sequence to paged caches."""
+    context, block, heads, shared, width = 4096, 32, 32, 8, 128
+    blocks = sequences * context // block
+    table = torch.randperm(blocks).view(sequences, -1).int().to("xpu")
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device="xpu")
+    query = torch.randn(sequences, heads, width, device="xpu", dtype=dtype)
+    out = torch.empty_like(query)
+    for stored in (dtype, torch.int8):
+        shape = (blocks, shared, block, width)
+        if stored == torch.int8:
+            one = torch.randint(-99, 99, (1, *shape[1:]), dtype=stored)
+            caches = [one.repeat(blocks, 1, 1, 1).to("xpu") for _ in range(2)]
+        else:
+            caches = [torch.randn(shape, device="xpu", dtype=stored) for _ in range(2)]
+        name = "own dtype" if stored == dtype else "int8"
+        moved = 2.0 * caches[0].numel() * stored.itemsize
+        scale = 1.0 if stored == dtype else 0.01
+        yield (
+            f"decoding, {sequences} x 4096 keys of 8 heads of 128, {name}",
+            lambda caches=caches, scale=scale: torch.ops.ipex.single_query_cached_kv_attention(
+                *(out, query, *caches, None, 0.1, table, lengths, block, context, None),
+                *(-1, scale, scale),
+            ),
+            moved,
+            0,
+        )
 
 
 def seconds(call: Callable[[], Any], synchronize: Callable[[], None]) -> float:
@@ -116,6 +145,18 @@ def seconds(call: Callable[[], Any], synchronize: Callable[[], None]) -> float:
         call()
     synchronize()
     return (time.perf_counter() - start) / count
+
+
+def kernels_us(call: Callable[[], Any]) -> float:
+    """Return the microseconds of the kernels of one call, the median of five."""
+    import ipex_xpu_kernels
+
+    found = []
+    for _ in range(5):
+        with ipex_xpu_kernels.kernel_times() as times:
+            call()
+        found.append(sum(time for _, time in times.totals().values()))
+    return statistics.median(found)
 
 
 def measure(device: str) -> list[dict[str, Any]]:
@@ -137,6 +178,7 @@ def measure(device: str) -> list[dict[str, Any]]:
                     "op": name,
                     "dtype": str(dtype).removeprefix("torch."),
                     "us": time_ * 1e6,
+                    "kernels_us": kernels_us(call) if device == "xpu" else 0.0,
                     "of_copy": moved / time_ / copy,
                     "tflops": operations / time_ / 1e12,
                 }
@@ -154,9 +196,9 @@ def compare(files: list[Path]) -> None:
             by_device = times.setdefault((row["op"], row["dtype"]), {"xpu": [], "cuda": []})
             by_device[found["device"]].append(row)
     print(
-        "| Op | dtype | xpu us | of the copy | TFLOP/s | torch.cuda us | xpu's speed of torch.cuda's |"
+        "| Op | dtype | xpu us | its kernels | of the copy | TFLOP/s | torch.cuda us | xpu's speed of torch.cuda's |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for (op, dtype), both in times.items():
         mine, other = (
             statistics.median(r["us"] for r in both[d]) if both[d] else float("nan")
@@ -166,8 +208,9 @@ def compare(files: list[Path]) -> None:
             continue
         share = statistics.median(r["of_copy"] for r in both["xpu"])
         flops = statistics.median(r["tflops"] for r in both["xpu"])
+        own = statistics.median(r["kernels_us"] for r in both["xpu"])
         print(
-            f"| {op} | {dtype} | {mine:.1f} | {f'{share:.0%}' if share else ''} | {f'{flops:.1f}' if flops else ''}"
+            f"| {op} | {dtype} | {mine:.1f} | {own:.1f} | {f'{share:.0%}' if share else ''} | {f'{flops:.1f}' if flops else ''}"
             + (f" | {other:.1f} | {other / mine:.0%} |" if both["cuda"] else " | | |")
         )
 

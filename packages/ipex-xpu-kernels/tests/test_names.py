@@ -260,3 +260,25 @@ def test_names_that_the_migration_table_says_are_here() -> None:
     from intel_extension_for_pytorch.xpu.utils import set_compute_eng
 
     assert set_compute_eng is xpu.set_compute_eng
+
+
+@pytest.mark.usefixtures("always")
+def test_times_of_kernels() -> None:
+    x = torch.randn(1 << 16, device="xpu")
+    with pytest.raises(ZeroDivisionError), xpu.kernel_times() as times:
+        x.exp()
+        with torch.xpu.stream(torch.xpu.Stream()):
+            x.exp()
+        x + x
+        raise ZeroDivisionError
+    x.exp()  # not measured
+    totals = times.totals()
+    assert {name: count for name, (count, _) in totals.items()} == {
+        "unary<exp_,float>": 2,
+        "binary<add,float>": 1,
+    }
+    assert all(end > begin > 0 for _, begin, end in times.launches)
+    assert "unary<exp_,float>" in str(times)
+    with xpu.kernel_times() as none:
+        pass
+    assert none.launches == [] and none.totals() == {}

@@ -106,6 +106,23 @@ const sycl::kernel& kernel(std::string_view name, int device);
 // prelude.h): 16 on a GPU whose kernels are compiled for it, 0 where an item moves one number.
 int bytes_of_item(int device);
 
+// Times of kernels
+// --------------------------------------------------------------------------------------------------
+
+// When the device began a kernel and ended it, in nanoseconds of its clock.
+struct KernelTime {
+  std::string name;
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+};
+// From now on the event of each kernel is kept; those kept before are dropped.
+void start_kernel_times();
+// Waits for the kept kernels and returns their times in the order of their starts; no more are kept.
+// Throws std::runtime_error where a queue does not measure.
+std::vector<KernelTime> stop_kernel_times();
+// Called with each kernel that was started; `name` is read only while times are kept.
+void keep_time(std::string_view name, const sycl::event& event);
+
 // Starts a kernel: `global` must be divisible by `local` (a GPU refuses anything else, a CPU device
 // does not say so).
 template <int N, typename... Args>
@@ -114,10 +131,10 @@ void launch(sycl::queue& q, int device, std::string_view name, sycl::range<N> gl
   static_assert(((std::is_pointer_v<Args> || std::is_arithmetic_v<Args>) && ...),
                 "kernels take pointers and scalars");
   const sycl::kernel& found = kernel(name, device);
-  q.submit([&](sycl::handler& handler) {
+  keep_time(name, q.submit([&](sycl::handler& handler) {
     handler.set_args(args...);
     handler.parallel_for(sycl::nd_range<N>(global, local), found);
-  });
+  }));
 }
 
 // One work-item for each of `count` elements, in groups that divide the range; kernels test their

@@ -112,9 +112,10 @@ void check(const std::vector<std::string>& types, const std::vector<KernelArgume
   }
 }
 
-void start(const sycl::kernel& kernel, sycl::queue& queue, const WorkSize& size,
-           const std::vector<std::string>& types, const std::vector<KernelArgument>& arguments) {
-  queue.submit([&](sycl::handler& handler) {
+void start(const std::string& name, const sycl::kernel& kernel, sycl::queue& queue,
+           const WorkSize& size, const std::vector<std::string>& types,
+           const std::vector<KernelArgument>& arguments) {
+  const sycl::event event = queue.submit([&](sycl::handler& handler) {
     for (std::size_t i = 0; i < arguments.size(); ++i)
       std::visit(SetArgument{handler, static_cast<int>(i), types[i]}, arguments[i]);
     switch (size.global.size()) {
@@ -126,6 +127,7 @@ void start(const sycl::kernel& kernel, sycl::queue& queue, const WorkSize& size,
         return handler.parallel_for(range<3>(size), kernel);
     }
   });
+  keep_time(name, event);
 }
 
 // Parameters of the kernels of this package, whose symbols are in the manifests.
@@ -196,7 +198,7 @@ void SourceProgram::launch(const std::string& kernel, sycl::queue& queue, const 
     // Copied: the list may grow while the kernel is started.
     found = at->second.at(kernel);
   }
-  start(*found, queue, size, types, arguments);
+  start(kernel, *found, queue, size, types, arguments);
 }
 
 void launch(const std::string& name, int device, sycl::queue& queue, const WorkSize& size,
@@ -204,7 +206,7 @@ void launch(const std::string& name, int device, sycl::queue& queue, const WorkS
   const auto& types = types_of(name);
   check(types, arguments);
   check(size);
-  start(kernel(name, device), queue, size, types, arguments);
+  start(name, kernel(name, device), queue, size, types, arguments);
 }
 
 }  // namespace ipex::xpu

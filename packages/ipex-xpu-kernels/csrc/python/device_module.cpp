@@ -222,6 +222,18 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_kernels_from_source", &set_kernels_from_source);
   m.def("set_cache_directory", &set_cache_directory);
   m.def("kernel_names", &kernel_names);
+  m.def("start_kernel_times", &start_kernel_times);
+  m.def("stop_kernel_times", [] {
+    std::vector<KernelTime> times;
+    {
+      const py::gil_scoped_release no_gil;
+      times = stop_kernel_times();
+    }
+    py::list result;
+    for (const KernelTime& time : times)
+      result.append(py::make_tuple(time.name, time.begin, time.end));
+    return result;
+  });
   m.def(
       "build_kernel", [](const std::string& name, int device) { (void)kernel(name, device); },
       py::arg("name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());

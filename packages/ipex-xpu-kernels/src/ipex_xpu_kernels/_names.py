@@ -82,6 +82,8 @@ NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(("load_inline", "SyclOp", "SyclLibrary", "SyclCompileError"), _INLINE),
     "SyclKernel": "ipex_xpu_kernels._kernel",
+    "KernelTimes": "ipex_xpu_kernels._times",
+    "kernel_times": "ipex_xpu_kernels._times",
     "optimize": "ipex_core",
 }
 SUBMODULES = ("amp", "cpp_extension", "overrides")
@@ -89,7 +91,7 @@ SUBMODULES = ("amp", "cpp_extension", "overrides")
 _LOGGING = "ipex.set_logging_level and IPEX_XPU_FALLBACK=warn"
 _TILES = "ZE_FLAT_DEVICE_HIERARCHY (GPUs) or IPEX_XPU_DEVICE=cpu:N"
 _SYNC = "torch.xpu.synchronize() after what you want to time or debug"
-_TRACE = "torch.profiler, or SYCL_UR_TRACE=2"
+_TRACE = "ipex.xpu.kernel_times, torch.profiler, or SYCL_UR_TRACE=2"
 _USM = "torch.from_dlpack and Tensor.__dlpack__"
 #: Names that IPEX dropped itself or that have no meaning here -> what to use instead.
 INSTEAD: dict[str, str] = {

@@ -74,7 +74,7 @@ _RETIRED = {
     "IPEX_XPU_SYNC_MODE": "torch.xpu.synchronize()",
     "IPEX_COMPUTE_ENG": "ipex.xpu.set_compute_eng, or IPEX_XPU_ONEDNN",
     "IPEX_TILE_AS_DEVICE": "ZE_FLAT_DEVICE_HIERARCHY",
-    "IPEX_SIMPLE_TRACE": "torch.profiler, or SYCL_UR_TRACE=2",
+    "IPEX_SIMPLE_TRACE": "ipex.xpu.kernel_times, torch.profiler, or SYCL_UR_TRACE=2",
 }
 #: Set by container images, for CMake, and by our own build and tests; never read by the packages.
 _IGNORED = re.compile(r"IPEX_(VERSION$|INSTALL_PREFIX$|BUILD_|TEST_|BENCH_|DEMO_)")
