@@ -25,20 +25,61 @@ NAMES = {torch.float32: "float", torch.bfloat16: "ipex::bf16", torch.float16: "s
 pytestmark = pytest.mark.usefixtures("needs_device")
 
 
-def load(file: str, kernel: str, dtype: torch.dtype, *parameters: int) -> Any:
+def load(
+    file: str,
+    kernel: str,
+    dtype: torch.dtype,
+    *parameters: object,
+    first: str = "",
+    end: str = "",
+    options: tuple[str, ...] = (),
+) -> Any:
     """Return a kernel of the package, compiled for the device under test."""
     headers = {header.name: header.read_text() for header in KERNELS.glob("*.h")}
     # The same file by two names would be read twice.
     headers |= {"prelude.h": '#include "ipex/xpu.h"', "bfloat16.h": '#include "ipex/bfloat16.h"'}
-    name = f"{kernel}<{', '.join([NAMES[dtype], *map(str, parameters)])}>"
+    arguments = [*([first] if first else []), NAMES[dtype], *map(str, parameters)]
+    name = f"{kernel}<{', '.join(arguments)}>"
     # Without the list of its kernels: one takes a second, all of them half a minute.
-    source, _, _ = (KERNELS / f"{file}.sycl.cpp").read_text().partition(f"#define {file.upper()}(")
-    return xpu.load_inline(kernel, source, [name], headers=headers).kernels[name]
+    source, _, _ = (
+        (KERNELS / f"{file}.sycl.cpp").read_text().partition(f"#define {end or file.upper()}(")
+    )
+    return xpu.load_inline(kernel, source, [name], headers=headers, options=options).kernels[name]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=max(atol, 1e-4))
+    torch.testing.assert_close(
+        actual.cpu(), expected, rtol=rtol, atol=max(atol, 1e-4), equal_nan=True
+    )
+
+
+#: As kernels are compiled for a GPU: items move 16 bytes, and groups join their values by sub-groups.
+AS_GPU = ("-DIPEX_GPU", "-DIPEX_SUB_GROUP=0")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("lanes", [32, 256])
+def test_rows_as_a_gpu_has_them(dtype: torch.dtype, lanes: int) -> None:
+    softmax = load("rows", "softmax", dtype, "false", end="SOFTMAX", options=AS_GPU)
+    norm = load("rows", "layer_norm", dtype, NAMES[dtype], "false", end="SOFTMAX", options=AS_GPU)
+    total = load("reduce", "reduce_rows", dtype, first="sum", end="REDUCE", options=AS_GPU)
+    for columns in (1, 31, 256, 1000, 4096, 8192):
+        x = rand(7, columns, dtype=dtype) * 4 - 3
+        x[3, columns // 2], x[4, -1], x[5, 0] = math.nan, math.inf, -math.inf
+        x[6] = -math.inf
+        there, size = x.to("xpu"), {"size": 7 * lanes, "local": lanes}
+        y = torch.empty_like(there)
+        softmax(there, y, columns, **size)
+        close(y, x.double().softmax(-1).to(dtype), dtype)
+        norm(there, None, None, None, y, None, None, None, columns, 1e-5, **size)
+        expected = F.layer_norm(x[:3].double(), (columns,)).to(dtype)
+        close(y[:3], expected, dtype)
+        sums = torch.empty(7, device="xpu")
+        total(sums, there, None, columns, columns, 1, 0.5, **size)
+        torch.testing.assert_close(
+            sums.cpu(), x.float().sum(-1) / 2, rtol=1e-4, atol=1e-2, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

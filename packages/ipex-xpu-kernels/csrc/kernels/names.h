@@ -12,6 +12,7 @@ using ipex::half;
 using ipex::load;
 using ipex::map_elements;
 using ipex::Place;
+using ipex::reduce_group;
 using ipex::Row;
 using ipex::store;
 using ipex::with_values;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // For device code: types, conversions and positions. Rules that keep SPIR-V loadable everywhere:
 // free functions of pointers and scalars; no local_accessor arguments (work_group_static instead);
-// no bfloat16 of SYCL, whose conversions need a library.
+// no bfloat16 of SYCL, whose conversions need a library, but where kernels come from their source.
 #pragma once
 
 #include <sycl/sycl.hpp>
@@ -18,9 +18,13 @@ struct bf16 {
   unsigned short bits;
   bf16() = default;
   explicit bf16(float value) {
+#if defined(IPEX_GPU) && IPEX_SUB_GROUP > 0  // what multiplies matrices of them has an instruction
+    bits = sycl::bit_cast<unsigned short>(sycl::ext::oneapi::bfloat16(value));
+#else
     const unsigned int x = sycl::bit_cast<unsigned int>(value);
     bits = value != value ? static_cast<unsigned short>((x >> 16) | 0x40)
                           : static_cast<unsigned short>((x + 0x7fff + ((x >> 16) & 1)) >> 16);
+#endif
   }
   explicit operator float() const {
     return sycl::bit_cast<float>(static_cast<unsigned int>(bits) << 16);
@@ -173,6 +177,32 @@ IPEX_INLINE inline void map_elements(T* y, unsigned long n, F f, const Inputs*..
 #endif
 }
 
+#ifdef IPEX_GPU
+constexpr int kMostSubGroups = 64;
+sycl::ext::oneapi::experimental::work_group_static<unsigned int[2 * kMostSubGroups]>
+    parts_of_group;
+#endif
+
+// The values of all items of a group, joined. On a GPU with one barrier: sub-groups first, whose
+// results all items join in one order. `turn` is 0 and 1 alternately, since others may still read.
+template <typename C, typename Op>
+IPEX_INLINE inline C reduce_group(const sycl::group<1>& group, C value, Op op, int turn = 0) {
+#ifdef IPEX_GPU
+  if constexpr (sizeof(C) == 4) {
+    const auto sub_group = sycl::ext::oneapi::this_work_item::get_sub_group();
+    value = sycl::reduce_over_group(sub_group, value, op);
+    C* const parts = reinterpret_cast<C*>(*&parts_of_group) + turn * kMostSubGroups;
+    if (sub_group.leader()) parts[sub_group.get_group_linear_id()] = value;
+    sycl::group_barrier(group);
+    C total = parts[0];
+    for (unsigned int i = 1; i < sub_group.get_group_linear_range(); ++i)
+      total = op(total, parts[i]);
+    return total;
+  }
+#endif
+  return sycl::reduce_over_group(group, value, op);
+}
+
 // The row of a work-group. Its work-items take neighboring elements, and each step of the loops
 // but the last is whole, so that a compiler for CPUs makes plain vectors of them.
 struct Row {
@@ -182,6 +212,7 @@ struct Row {
   unsigned long begin;  // offset of the row's first element
   unsigned long lane = group.get_local_linear_id();
   unsigned long lanes = group.get_local_linear_range();
+  mutable int turn = 0;  // of reduce_group
 
   explicit Row(unsigned long columns_) : columns(columns_), begin(index * columns_) {}
   bool leader() const { return lane == 0; }
@@ -200,14 +231,14 @@ struct Row {
   float sum(F f) const {
     float total = 0.f;
     each([&](unsigned long i) { total += f(i); });
-    return sycl::reduce_over_group(group, total, sycl::plus<float>());
+    return joined(total, sycl::plus<float>());
   }
   // The sum of f(i, value) over the values of the row (Plain below).
   template <typename Values, typename F>
   IPEX_INLINE float sum_of(const Values& values, F f) const {
     float total = 0.f;
     values.each([&](unsigned long i, float value) IPEX_INLINE { total += f(i, value); });
-    return sycl::reduce_over_group(group, total, sycl::plus<float>());
+    return joined(total, sycl::plus<float>());
   }
   // NaN if there is one.
   template <typename Values>
@@ -215,9 +246,15 @@ struct Row {
     float top = -__builtin_inff();
     values.each([&](unsigned long, float value)
                     IPEX_INLINE { top = value > top || value != value ? value : top; });
-    const bool nan = sycl::any_of_group(group, top != top);
-    const float whole = sycl::reduce_over_group(group, top, sycl::maximum<float>());
-    return nan ? __builtin_nanf("") : whole;
+    // As whole numbers in the same order, above which NaN is.
+    const int bits = sycl::bit_cast<int>(top);
+    const int ordered = top != top ? 0x7fffffff : bits < 0 ? bits ^ 0x7fffffff : bits;
+    const int whole = joined(ordered, sycl::maximum<int>());
+    return sycl::bit_cast<float>(whole < 0 ? whole ^ 0x7fffffff : whole);
+  }
+  template <typename C, typename Op>
+  IPEX_INLINE C joined(C value, Op op) const {
+    return reduce_group(group, value, op, turn ^= 1);
   }
 };
 

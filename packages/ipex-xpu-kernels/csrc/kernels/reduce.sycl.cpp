@@ -15,7 +15,7 @@ struct sum {
   }
   template <typename C>
   static C across(const sycl::group<1>& group, C total) {
-    return sycl::reduce_over_group(group, total, sycl::plus<C>());
+    return reduce_group(group, total, sycl::plus<C>());
   }
 };
 // Of the distances from a center.
