@@ -47,6 +47,35 @@ void int8_product(const T* x, const int* sums, const unsigned int* weights, floa
   }
 }
 
+// The codes of x, with one scale and zero point (null: 0) or one for each row. Numbers that are not
+// numbers, and all of a scale that is not finite, get the code of 0.
+template <typename T, typename C>
+IPEX_KERNEL(2)
+void int8_codes(const T* x, C* y, const float* scales, const int* zeros, unsigned long columns,
+                long step) {
+  const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+  const unsigned long column = item.get_global_id(1);
+  const long at = static_cast<long>(item.get_global_id(0)) * step;
+  const unsigned long i = item.get_global_id(0) * columns + column;
+  if (column >= columns) return;
+  constexpr bool kSigned = std::is_same_v<C, signed char>;
+  const float scale = scales[at];
+  float value = sycl::rint(load(x, i) * (1.f / scale));
+  if (value != value || !(sycl::fabs(scale) < __builtin_inff())) value = 0.f;
+  if (zeros != nullptr) value += static_cast<float>(zeros[at]);
+  y[i] = static_cast<C>(
+      static_cast<int>(sycl::fmin(sycl::fmax(value, kSigned ? -128.f : 0.f), kSigned ? 127.f : 255.f)));
+}
+
+#define CODES(T)                                                                              \
+  template void int8_codes<T, signed char>(const T*, signed char*, const float*, const int*,  \
+                                           unsigned long, long);                              \
+  template void int8_codes<T, unsigned char>(const T*, unsigned char*, const float*,          \
+                                             const int*, unsigned long, long);
+CODES(float)
+CODES(half)
+CODES(bf16)
+
 #define INT8(T)                                                                               \
   template void int8_product<T>(const T*, const int*, const unsigned int*, float*, const float*, \
                                 const int*, const float*, long, long, long, long, long);

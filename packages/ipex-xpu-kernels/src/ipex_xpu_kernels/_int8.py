@@ -10,12 +10,13 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.kernels import specs
+from ipex_core.library.spec import FLOATS
 from ipex_core.ops.int8_linear import check_values, result_dtype
 from ipex_core.ops.linear import apply_epilogue, weight_rows
-from ipex_core.ops.quantize import choose, codes
+from ipex_core.ops.quantize import check_one, choose
 from ipex_core.packing import int8
 from ipex_core.packing.dense import HEADER_BYTES, PANEL
-from ipex_xpu_kernels._launch import launch
+from ipex_xpu_kernels._launch import DTYPES, launch, launch_columns
 
 __all__ = ["FUNCTIONS"]
 
@@ -59,6 +60,36 @@ def product(
     return y
 
 
+def codes(x: Tensor, scale: Tensor, zero: Tensor | None, symmetric: bool) -> Tensor:
+    """Return the codes of `ipex_core.ops.quantize.codes`, for one scale or one for each row of ``x``."""
+    x = x.contiguous()
+    columns = x.shape[-1] if x.dim() else 1
+    dtype = torch.int8 if symmetric else torch.uint8
+    y = torch.empty_like(x, dtype=dtype)
+    launch_columns(
+        *(
+            f"int8_codes<{DTYPES[x.dtype]},{_CODES[dtype]}>",
+            x,
+            x.numel() // max(columns, 1),
+            columns,
+        ),
+        *(x, y, scale.contiguous(), None if zero is None else zero.contiguous()),
+        *(columns, int(scale.numel() > 1)),
+    )
+    return y
+
+
+def _quantize_per_tensor(
+    x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    if scale is None or x.dtype not in FLOATS:
+        return None
+    check_one(scale, zero)
+    new_zero = torch.zeros((), dtype=torch.int32, device=x.device) if zero is None else zero
+    found = codes(x, scale, zero, symmetric)
+    return found, scale.float().clone().reshape(()), new_zero.clone().reshape(())
+
+
 def _int8_linear(*args: Any, **kwargs: Any) -> Tensor:
     a = specs()[_OP].bind(*args, **kwargs)
     x: Tensor = a.x
@@ -70,8 +101,7 @@ def _int8_linear(*args: Any, **kwargs: Any) -> Tensor:
     if x.dtype not in _CODES:
         if scale is None:
             scale, zero = choose(x, a.symmetric, -1 if a.act_quant == "per_token" else None)
-        by_zero = torch.zeros((), dtype=torch.int32, device=x.device) if zero is None else zero
-        q = codes(x, scale, by_zero, a.symmetric)
+        q = codes(x, scale, zero, a.symmetric)
     y = product(q.reshape(-1, x.shape[-1]), a.packed_weight, n, scale, zero, a.weight_scale)
     y = y.view(*x.shape[:-1], n)
     y = apply_epilogue(
@@ -85,5 +115,8 @@ def _int8_linear(*args: Any, **kwargs: Any) -> Tensor:
     return codes(y, step, shift, dtype == torch.int8)
 
 
-#: Name of an op -> what runs for tensors of the device.
-FUNCTIONS: dict[str, Callable[..., Any]] = {_OP: _int8_linear}
+#: Name of an op -> what runs for tensors of the device; None: as it is defined.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    _OP: _int8_linear,
+    "quantize_per_tensor": _quantize_per_tensor,
+}

@@ -247,6 +247,7 @@ def _check_scale(scale: Tensor) -> None:
 
 def _outside(low: int, zero: Tensor) -> list[int]:
     """Return the first zero point that is out of range, if there is one."""
+    zero = zero.cpu()
     found: list[int] = zero[(zero < low) | (zero > low + 255)][:1].tolist()
     return found
 

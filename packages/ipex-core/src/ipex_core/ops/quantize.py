@@ -16,6 +16,7 @@ from ipex_core.library.checks import (
     row_samples,
 )
 from ipex_core.library.kernels import register
+from ipex_core.library.reads import read_once
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor
@@ -27,6 +28,7 @@ LEAST_SCALE = 2.0**-120
 def check_scale(op: str, name: str, scale: float | Tensor) -> None:
     """Check given scales: finite and not below `LEAST_SCALE`. The first that is not stands in the message."""
     if isinstance(scale, Tensor):
+        scale = scale.cpu()
         wrong = scale[~(scale.isfinite() & (scale >= LEAST_SCALE))]
         scale = wrong[0].item() if wrong.numel() else 1.0
     usable = LEAST_SCALE <= scale < 3.4028235e38
@@ -152,6 +154,18 @@ register(
 )
 
 
+def check_one(scale: Tensor, zero: Tensor | None) -> None:
+    """Check the values that are given to `quantize_per_tensor`."""
+    op = "quantize_per_tensor"
+    read_once(scale, _check_scale)
+    code = 0 if zero is None else int(read_once(zero, Tensor.item))
+    check(0 <= code <= 255, op, "zero", "be in [0, 255]", code)
+
+
+def _check_scale(scale: Tensor) -> None:
+    check_scale("quantize_per_tensor", "scale", scale)
+
+
 def _per_tensor(
     x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +183,6 @@ def _per_tensor(
     Returns:
         ``(codes, scale, zero)``: int8 or uint8 in the shape of ``x``, and 0-D float32 and int32 tensors.
     """
-    op = "quantize_per_tensor"
     if scale is None:
         new_scale, new_zero = choose(x, symmetric, None)
     else:
@@ -177,9 +190,7 @@ def _per_tensor(
         new_zero = torch.zeros(1, dtype=torch.int32, device=x.device)
         if zero is not None:
             new_zero = zero.clone()
-        check_scale(op, "scale", new_scale)
-        code = int(new_zero.item())
-        check(0 <= code <= 255, op, "zero", "be in [0, 255]", code)
+        check_one(scale, zero)
     new_scale, new_zero = new_scale.reshape(()), new_zero.reshape(())
     return codes(x, new_scale, new_zero, symmetric), new_scale, new_zero
 

@@ -63,11 +63,12 @@ class _Seeded(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Let this thread draw numbers on the CPU from a seed; the state of torch's generator stays as it is.
+def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Let this thread draw numbers on a device from a seed; the state of torch's generator stays as it is.
 
     Args:
         seed: The numbers are those that follow ``torch.manual_seed(seed)``.
+        device: Where they are drawn.
     """
-    with _Seeded(torch.Generator().manual_seed(seed)):
+    with _Seeded(torch.Generator(device).manual_seed(seed)):
         yield

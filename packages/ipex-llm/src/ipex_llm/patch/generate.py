@@ -131,7 +131,7 @@ class SameRandomMixin(nn.Module):
         low, high = parallel.from_first(torch.randint(2**24, (2,)).tolist())
         if not _may_sample(self, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
-        with seeded(low + (high << 24)):
+        with seeded(low + (high << 24), next(self.parameters()).device):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 
