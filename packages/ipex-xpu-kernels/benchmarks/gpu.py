@@ -210,7 +210,8 @@ def compare(files: list[Path]) -> None:
         flops = statistics.median(r["tflops"] for r in both["xpu"])
         own = statistics.median(r["kernels_us"] for r in both["xpu"])
         print(
-            f"| {op} | {dtype} | {mine:.1f} | {own:.1f} | {f'{share:.0%}' if share else ''} | {f'{flops:.1f}' if flops else ''}"
+            f"| {op} | {dtype} | {mine:.1f} | {own:.1f} | {f'{share:.0%}' if share else ''}"
+            f" | {f'{flops:.1f}' if flops else ''}"
             + (f" | {other:.1f} | {other / mine:.0%} |" if both["cuda"] else " | | |")
         )
 

@@ -117,8 +117,8 @@ struct KernelTime {
 };
 // From now on the event of each kernel is kept; those kept before are dropped.
 void start_kernel_times();
-// Waits for the kept kernels and returns their times in the order of their starts; no more are kept.
-// Throws std::runtime_error where a queue does not measure.
+// Waits for the kept kernels and returns their times in the order of their starts; no more are
+// kept. Throws std::runtime_error where a queue does not measure.
 std::vector<KernelTime> stop_kernel_times();
 // Called with each kernel that was started; `name` is read only while times are kept.
 void keep_time(std::string_view name, const sycl::event& event);

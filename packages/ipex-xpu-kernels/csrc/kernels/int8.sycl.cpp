@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of 8-bit codes with packed int8 weights (docs of pack_int8_weight): panels of 32 columns,
-// of which four neighbors along the sum make a word. An item owns a column and reads words next to
-// the words of its neighbors.
+// Products of 8-bit codes with packed int8 weights (docs of pack_int8_weight): panels of 32
+// columns, of which four neighbors along the sum make a word. An item owns a column and reads words
+// next to the words of its neighbors.
 #include "names.h"
 
 constexpr int kPanel = 32;
 constexpr int kTileRows = 8;
 
-// y[m, n] = (x[m, :] - zero) . weight[n, :] * scale * weight_scale in float32, of exact sums. Rows of
-// x are whole words. What has one number for all rows or columns has the step 0.
+// y[m, n] = (x[m, :] - zero) . weight[n, :] * scale * weight_scale in float32, of exact sums. Rows
+// of x are whole words. What has one number for all rows or columns has the step 0.
 template <typename T>
 IPEX_KERNEL(2)
 void int8_product(const T* x, const int* sums, const unsigned int* weights, float* y,
@@ -42,8 +42,7 @@ void int8_product(const T* x, const int* sums, const unsigned int* weights, floa
     if (first + r >= m) break;
     const long at = (first + r) * scale_step;
     const long shift = x_zeros != nullptr ? static_cast<long>(x_zeros[at]) * sums[column] : 0;
-    y[(first + r) * n + column] =
-        static_cast<float>(total[r] - shift) * (x_scales[at] * scale);
+    y[(first + r) * n + column] = static_cast<float>(total[r] - shift) * (x_scales[at] * scale);
   }
 }
 
@@ -63,20 +62,20 @@ void int8_codes(const T* x, C* y, const float* scales, const int* zeros, unsigne
   float value = sycl::rint(load(x, i) * (1.f / scale));
   if (value != value || !(sycl::fabs(scale) < __builtin_inff())) value = 0.f;
   if (zeros != nullptr) value += static_cast<float>(zeros[at]);
-  y[i] = static_cast<C>(
-      static_cast<int>(sycl::fmin(sycl::fmax(value, kSigned ? -128.f : 0.f), kSigned ? 127.f : 255.f)));
+  y[i] = static_cast<C>(static_cast<int>(
+      sycl::fmin(sycl::fmax(value, kSigned ? -128.f : 0.f), kSigned ? 127.f : 255.f)));
 }
 
-#define CODES(T)                                                                              \
-  template void int8_codes<T, signed char>(const T*, signed char*, const float*, const int*,  \
-                                           unsigned long, long);                              \
-  template void int8_codes<T, unsigned char>(const T*, unsigned char*, const float*,          \
-                                             const int*, unsigned long, long);
+#define CODES(T)                                                                                 \
+  template void int8_codes<T, signed char>(const T*, signed char*, const float*, const int*,     \
+                                           unsigned long, long);                                 \
+  template void int8_codes<T, unsigned char>(const T*, unsigned char*, const float*, const int*, \
+                                             unsigned long, long);
 CODES(float)
 CODES(half)
 CODES(bf16)
 
-#define INT8(T)                                                                               \
+#define INT8(T)                                                                                  \
   template void int8_product<T>(const T*, const int*, const unsigned int*, float*, const float*, \
                                 const int*, const float*, long, long, long, long, long);
 INT8(signed char)

@@ -179,8 +179,7 @@ IPEX_INLINE inline void map_elements(T* y, unsigned long n, F f, const Inputs*..
 
 #ifdef IPEX_GPU
 constexpr int kMostSubGroups = 64;
-sycl::ext::oneapi::experimental::work_group_static<unsigned int[2 * kMostSubGroups]>
-    parts_of_group;
+sycl::ext::oneapi::experimental::work_group_static<unsigned int[2 * kMostSubGroups]> parts_of_group;
 #endif
 
 // The values of all items of a group, joined. On a GPU with one barrier: sub-groups first, whose
