@@ -25,7 +25,7 @@ def read_once(x: torch.Tensor, read: Callable[[torch.Tensor], T]) -> T:
 
     Args:
         x: The tensor.
-        read: A function that is the same object at each call; nobody changes its result.
+        read: A function that is the same object at each call; its result must not be changed.
 
     Returns:
         What ``read`` returned.
