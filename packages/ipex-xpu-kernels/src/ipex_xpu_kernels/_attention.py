@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.reads import read_once
+from ipex_core.library.checks import read_once
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.attention import check_offsets
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipex_core.library.spec import FLOATS, BenchCase, check, dtype_name
 
@@ -32,10 +33,13 @@ __all__ = [
     "dtype_name",
     "fake_like",
     "randn",
+    "read_once",
     "row_bench",
     "row_samples",
     "strided",
 ]
+
+T = TypeVar("T")
 
 #: `OpSpec.tolerance` of products of matrices, whose sums are long.
 PRODUCT_TOLERANCE = {
@@ -259,3 +263,35 @@ def row_bench(
             lambda dtype, r=rows, c=columns: make(r, c, dtype),
             lambda dtype, n=rows * columns: moves * n * dtype.itemsize,
         )
+
+
+#: Tensor -> what reads it -> what the tensor was like, and what was read.
+_known: Any = WeakTensorKeyDictionary()
+
+
+def read_once(x: torch.Tensor, read: Callable[[torch.Tensor], T]) -> T:
+    """Return ``read(x)``; of a tensor on a device the result of an earlier call, if it was not written to since then.
+
+    The layers of a model share lengths and tables of blocks, and calls share weights: each is read once, and not at
+    each call of an op. Tensors that were made in inference mode, whose writes torch does not count, are always read.
+
+    Args:
+        x: The tensor.
+        read: A function that is the same object at each call; its result must not be changed.
+
+    Returns:
+        What ``read`` returned.
+
+    Example:
+        >>> read_once(torch.tensor([1, 2]), torch.Tensor.tolist)
+        [1, 2]
+    """
+    if x.device.type == "cpu" or x.is_inference():
+        return read(x)
+    state = x._version, x.data_ptr(), x.shape, x.stride()
+    of_tensor = _known.setdefault(x, {})
+    known = of_tensor.get(read)
+    if known is None or known[0] != state:
+        known = of_tensor[read] = state, read(x)
+    result: T = known[1]
+    return result

@@ -24,9 +24,9 @@ from ipex_core.library.checks import (
     check_tensor,
     dtype_name,
     randn,
+    read_once,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.reads import read_once
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.kv_cache import check_index_tensor
 

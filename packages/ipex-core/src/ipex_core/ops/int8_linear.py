@@ -17,10 +17,10 @@ from ipex_core.library.checks import (
     check_tensor,
     dtype_name,
     randn,
+    read_once,
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.reads import read_once
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.linear import (
     ACTIVATIONS,

@@ -12,11 +12,11 @@ from ipex_core.library.checks import (
     check_dtype_in,
     check_tensor,
     randn,
+    read_once,
     row_bench,
     row_samples,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.reads import read_once
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ import struct
 
 import torch
 
-from ipex_core.library.reads import read_once
+from ipex_core.library.checks import read_once
 from ipex_core.library.spec import check, dtype_name
 
 __all__ = [

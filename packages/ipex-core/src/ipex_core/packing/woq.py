@@ -19,7 +19,7 @@ import struct
 
 import torch
 
-from ipex_core.library.reads import read_once
+from ipex_core.library.checks import read_once
 from ipex_core.library.spec import check, dtype_name
 from ipex_core.packing import dense
 from ipex_core.packing.dense import HEADER_BYTES, PANEL
