@@ -102,11 +102,25 @@ struct Source {
   const int32_t* places;  // null: input features in their order
 };
 
-// The integer that order vnni multiplies activations with.
-int32_t integer_value(uint32_t format, uint8_t code, int32_t zero) {
+// The integer that order vnni multiplies activations with, before a zero point is subtracted.
+int32_t integer_value(uint32_t format, uint8_t code) {
   if (format == kFormatNf4) return kNf4Integers[code];
   if (format == kFormatFp4) return kFp4Integers[code];
-  return (format == kFormatInt8 ? static_cast<int8_t>(code) : code) - zero;
+  return format == kFormatInt8 ? static_cast<int8_t>(code) : code;
+}
+
+// The sum of the integers of elements begin .. end of a row.
+int32_t sum_of(uint32_t format, const PlainRow& plain, const int32_t* places, int64_t begin,
+               int64_t end) {
+  int32_t sum = 0;
+  int64_t i = begin;
+  if (!places && format == kFormatInt8) {
+    for (; i < end; ++i) sum += static_cast<int8_t>(plain.codes[i]);
+  } else if (!places && format == kFormatInt4 && begin % 2 == 0) {
+    for (; i + 1 < end; i += 2) sum += (plain.codes[i / 2] & 15) + (plain.codes[i / 2] >> 4);
+  }
+  for (; i < end; ++i) sum += integer_value(format, plain.at(places ? places[i] : i));
+  return sum;
 }
 
 // Fills one strip; returns true if it has fp8 codes for NaN or infinity.
@@ -130,24 +144,30 @@ bool pack_strip(const PackedHeader& header, const WoqLayout& at, const Source& f
   if (header.zero_kind) move(from.zeros, at.zeros, woq_zero_bytes(header.zero_kind));
   auto* sums = header.order == kOrderVnni ? reinterpret_cast<int32_t*>(to + at.sums) : nullptr;
   const int64_t columns = woq_code_columns(header.format, k);
-  const int least_special = header.format == kFormatFp8E4M3 ? 0x7f : 0x7c;
-  bool special = false;
+  const bool nibbles = woq_is_nibble(header.format);
+  const uint8_t* codes = from.codes + first * columns;
+  auto* weights = reinterpret_cast<uint8_t*>(to + at.weights);
+  // Whole blocks of codes that stay in their order are words; what is left goes one by one.
+  const int64_t block_k = woq_block_k(header.format), blocks = from.places ? 0 : k / block_k;
+  BlockOrder(header, false).move<true>(codes, columns, weights, valid, blocks);
   for (int64_t c = 0; c < valid; ++c) {
-    const PlainRow plain{from.codes + (first + c) * columns, woq_is_nibble(header.format)};
-    const PackedRow<uint8_t> packed(reinterpret_cast<uint8_t*>(to + at.weights), c, header);
-    for (int64_t i = 0; i < k; ++i) {
-      const uint8_t code = plain.at(from.places ? from.places[i] : i);
-      packed.put(i, code);
-      special |= (code & 0x7f) >= least_special;
-      if (sums) {
-        const int64_t g = i / header.group;
-        int32_t zero = header.format == kFormatInt4 ? 8 : 0;
-        if (header.zero_kind) zero = static_cast<int8_t>(from.zeros[(first + c) * groups + g]);
-        sums[g * kStrip + c] += integer_value(header.format, code, zero);
-      }
+    const PlainRow plain{codes + c * columns, nibbles};
+    const PackedRow<uint8_t> packed(weights, c, header);
+    for (int64_t i = blocks * block_k; i < k; ++i)
+      packed.put(i, plain.at(from.places ? from.places[i] : i));
+    for (int64_t g = 0; sums && g < groups; ++g) {
+      int32_t zero = header.format == kFormatInt4 ? 8 : 0;
+      if (header.zero_kind) zero = static_cast<int8_t>(from.zeros[(first + c) * groups + g]);
+      const int64_t begin = g * header.group, end = std::min(begin + header.group, k);
+      const int32_t sum = sum_of(header.format, plain, from.places, begin, end);
+      sums[g * kStrip + c] = sum - zero * static_cast<int32_t>(end - begin);
     }
   }
-  return special && header.format >= kFormatFp8E4M3;
+  if (header.format < kFormatFp8E4M3) return false;
+  const int least_special = header.format == kFormatFp8E4M3 ? 0x7f : 0x7c;
+  int largest = 0;
+  for (int64_t i = 0; i < valid * columns; ++i) largest = std::max(largest, codes[i] & 0x7f);
+  return largest >= least_special;
 }
 
 Tensor pack(const Tensor& qweight, const Tensor& scales, const OptionalTensor& zeros,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "woq_linear/woq_format.h"
 
@@ -52,6 +53,58 @@ struct PackedRow {
     if (!nibbles) return column[k / 4 * kBlockBytes + kBytePlace[order][k % 4]] ^ flip;
     const int place = kNibblePlace[order][k % 8];
     return (column[k / 8 * kBlockBytes + place / 2] >> (place % 2 * 4)) & 15;
+  }
+};
+
+// The four nibbles of 16 bits as the low ones of four bytes, and back.
+inline uint32_t spread_nibbles(uint32_t x) {
+  x = (x | x << 8) & 0x00ff00ff;
+  return (x | x << 4) & 0x0f0f0f0f;
+}
+inline uint32_t gather_nibbles(uint32_t x) {
+  x = (x | x >> 4) & 0x00ff00ff;
+  return (x | x >> 8) & 0xffff;
+}
+
+// Moves codes that lie in the order of K, a block at a time: the four bytes that a column has in
+// it.
+struct BlockOrder {
+  enum Kind { kEvenFirst, kHalvesMixed, kMiddleSwapped, kSame } kind;
+  uint32_t flip;
+
+  BlockOrder(const PackedHeader& header, bool back) {
+    const bool dot = header.order == kOrderDot;
+    if (woq_is_nibble(header.format))
+      kind = dot != back ? kEvenFirst : kHalvesMixed;  // the one undoes the other
+    else
+      kind = dot ? kMiddleSwapped : kSame;
+    flip = header.format == kFormatInt8 && !dot ? 0x80808080 : 0;
+  }
+  uint32_t operator()(uint32_t x) const {
+    if (kind == kEvenFirst)
+      return gather_nibbles(x & 0x0f0f0f0f) | gather_nibbles(x >> 4 & 0x0f0f0f0f) << 16;
+    if (kind == kHalvesMixed) return spread_nibbles(x & 0xffff) | spread_nibbles(x >> 16) << 4;
+    if (kind == kMiddleSwapped) return (x & 0xff0000ff) | (x & 0xff00) << 8 | (x >> 8 & 0xff00);
+    return x ^ flip;
+  }
+  // `blocks` blocks of the columns 0 .. count: from rows that lie `row` bytes apart, or back.
+  template <bool kPack, class Plain, class Packed>
+  void move(Plain* plain, int64_t row, Packed* packed, int64_t count, int64_t blocks) const {
+    for (int64_t b = 0; b < blocks; ++b)
+      for (int64_t c = 0; c < count; ++c) {
+        auto* at = plain + c * row + 4 * b;
+        auto* in_block = packed + b * kBlockBytes + 4 * c;
+        uint32_t word = 0;
+        if constexpr (kPack) {
+          std::memcpy(&word, at, sizeof(word));
+          word = (*this)(word);
+          std::memcpy(in_block, &word, sizeof(word));
+        } else {
+          std::memcpy(&word, in_block, sizeof(word));
+          word = (*this)(word);
+          std::memcpy(at, &word, sizeof(word));
+        }
+      }
   }
 };
 

@@ -39,12 +39,15 @@ void unpack_strip(const PackedHeader& header, const WoqLayout& at, const int32_t
   if (header.zero_kind) move(to.zeros, at.zeros, woq_zero_bytes(header.zero_kind));
   const int64_t columns = woq_code_columns(header.format, k);
   const bool nibbles = woq_is_nibble(header.format);
+  uint8_t* codes = to.codes + first * columns;
+  const auto* weights = reinterpret_cast<const uint8_t*>(from + at.weights);
+  const int64_t block_k = woq_block_k(header.format), blocks = places ? 0 : k / block_k;
+  BlockOrder(header, true).move<false>(codes, columns, weights, valid, blocks);
   for (int64_t c = 0; c < valid; ++c) {
-    uint8_t* row = to.codes + (first + c) * columns;
-    if (nibbles) std::memset(row, 0, static_cast<size_t>(columns));
-    const PackedRow<const uint8_t> packed(reinterpret_cast<const uint8_t*>(from + at.weights), c,
-                                          header);
-    for (int64_t i = 0; i < k; ++i) {
+    uint8_t* row = codes + c * columns;
+    if (nibbles) std::memset(row + 4 * blocks, 0, static_cast<size_t>(columns - 4 * blocks));
+    const PackedRow<const uint8_t> packed(weights, c, header);
+    for (int64_t i = blocks * block_k; i < k; ++i) {
       const int64_t place = places ? places[i] : i;
       const uint8_t code = packed.at(i);
       if (nibbles)
