@@ -13,6 +13,7 @@ import transformers
 from families import build, tokens
 from torch import nn
 
+from ipex_core.kernels.machine import own_threads
 from ipex_llm.arch.seeded import seeded
 from ipex_llm.optimization import optimize
 from ipex_llm.optimization.proof import prove, small
@@ -71,6 +72,29 @@ def test_small_copies_leave_the_numbers_of_the_process_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_proofs_run_on_one_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    answer = prove._Case.answer
+
+    def spy(self: Any, probe: Any) -> Any:
+        others: list[int] = []
+        thread = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        seen.append((torch.get_num_threads(), *others))
+        return answer(self, probe)
+
+    monkeypatch.setattr(prove._Case, "answer", spy)
+    prove._known.clear()
+    before = torch.get_num_threads()
+    with own_threads(2):
+        optimize(build("llama"))
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == before
+    assert seen
+    assert set(seen) == {(1, before)}
 
 
 class Drawing(nn.Module):

@@ -7,6 +7,7 @@ value where a file is missing or unreadable: the diagnosis has to work on the ma
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -39,6 +40,7 @@ __all__ = [
     "loaded_libraries",
     "memory_info",
     "numa_nodes",
+    "own_threads",
     "restart_if_crowded",
 ]
 
@@ -409,6 +411,34 @@ def _set_mkl_threads() -> Callable[[int], int] | None:
     except OSError:
         return None
     return getattr(torch_cpu, "MKL_Set_Num_Threads_Local", None)
+
+
+@contextlib.contextmanager
+def own_threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads in the calling thread, and in no other.
+
+    `torch.set_num_threads` would also change what threads that start later find. Without an OpenMP that is found by
+    name the number stays as it is.
+
+    Args:
+        count: At least 1.
+    """
+    import torch
+
+    before = torch.get_num_threads()  # also gives this thread the settings of the process
+    set_omp = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    set_mkl = _set_mkl_threads()
+    if set_omp is None:
+        yield
+        return
+    set_omp(count)
+    mkl_before = 0 if set_mkl is None else set_mkl(count)
+    try:
+        yield
+    finally:
+        set_omp(before)
+        if set_mkl is not None:
+            set_mkl(mkl_before)
 
 
 def restart_if_crowded(bounded: bool = False) -> None:

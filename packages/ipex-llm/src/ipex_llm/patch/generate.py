@@ -131,7 +131,8 @@ class SameRandomMixin(nn.Module):
         low, high = parallel.from_first(torch.randint(2**24, (2,)).tolist())
         if not _may_sample(self, kwargs):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
-        with seeded(low + (high << 24), next(self.parameters()).device):
+        device = next((one.device for one in self.parameters()), "cpu")
+        with seeded(low + (high << 24), device):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
 

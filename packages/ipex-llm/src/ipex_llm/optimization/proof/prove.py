@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.kernels.machine import own_threads
 from ipex_core.module_swap.base import original_class
 from ipex_llm.arch import (
     AttentionPlan,
@@ -42,7 +43,8 @@ logger = logging.getLogger("ipex.llm")
 
 Key = tuple[object, ...]
 
-#: Seconds of a processor that a proof may take.
+#: Seconds of a processor that a proof may take. It runs on one thread: ops of a small copy are shorter than the wait
+#: for a thread that other programs hold up, which would count.
 BUDGET = 4.0
 #: Relative difference of float32 that is rounding, also in sums of another order and with kernels of other ISA levels:
 #: what is proven differs by 4e-6 at most. A small copy is float32; `_Case.check_half` has bounds for bfloat16.
@@ -205,7 +207,7 @@ def small_copy(model: nn.Module) -> nn.Module | None:
     if subject is None:
         return None
     try:
-        with torch.no_grad(), silence():
+        with torch.no_grad(), silence(), own_threads(1):
             return _Case(*subject, half=False, limited=False).stock
     except _Failed:
         return None
@@ -456,7 +458,7 @@ def _verdict(
     if verdict is None:
         began = time.perf_counter()
         try:
-            with torch.no_grad(), silence():
+            with torch.no_grad(), silence(), own_threads(1):
                 case = _Case(kind, config, half, limited)
                 verdict = _stack(case) if whole else _layers(case)
         except _Failed as error:
