@@ -248,7 +248,7 @@ def test_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
     plan(build("llama"), device="xpu", dtype=torch.bfloat16)
     model = build("llama")
     request = dataclasses.replace(requests[0], device=torch.device("cpu"))
-    assert optimize_on_xpu(model, request, lambda *args: None) is model
+    assert optimize_on_xpu(model, request, lambda *_: None, lambda *_: (model, [])) is model
     assert "forward" in vars(model.model.norm) and model.dtype is torch.bfloat16
     model(torch.tensor([[1, 2, 3]]))
 
