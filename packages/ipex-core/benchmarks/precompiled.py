@@ -60,6 +60,7 @@ MODELS: dict[str, Callable[[], Example]] = {
     "minilm-1": lambda: _encoder(384, 6, 12, 1),
     "minilm-32": lambda: _encoder(384, 6, 12, 32),
     "bert-1": lambda: _encoder(768, 12, 12, 1),
+    "bert-8": lambda: _encoder(768, 12, 12, 8),
     "vit-1": lambda: _image("ViT", 1),
     "convnext-1": lambda: _image("ConvNext", 1),
     "segformer-1": lambda: _image("Segformer", 1, 512),
