@@ -78,6 +78,9 @@ def bad_calls():
     )
     yield rule, delta(k=Q[..., :7]), r"k must have shape \[5, 2, 8\], got \[5, 2, 7\]"
     yield rule, delta(a=GATES[:4]), r"a must have shape \[5, 4\], got \[4, 4\]"
+    yield rule, delta(a=torch.randn(5, 4, 7)), r"a must have shape \[5, 4, 8\], got \[5, 4, 7\]"
+    yield rule, delta(a=torch.randn(5, 4, 8)), r"dt_bias must have shape \[4, 8\], got \[4\]"
+    yield rule, (*delta(), True, 0.5), "lowest must be at most 0, got 0.5"
     yield rule, delta(A=HEADS.half()), "A must have dtype float32, got float16"
     yield rule, delta(state=STATE[..., :5]), r"state must have shape \[3, 4, 8, 6\], got"
     yield rule, delta(state=STATE.half()), "state must have dtype float32, got float16"
@@ -111,6 +114,8 @@ def test_pieces_are_the_whole(cuts: list[int], dtype: torch.dtype) -> None:
     q = torch.randn(rows, 2, width, dtype=dtype)
     v, gate = torch.randn(rows, heads, size, dtype=dtype), torch.randn(rows, heads, dtype=dtype)
     vectors = -torch.rand(heads), torch.randn(heads)
+    steps, biases = torch.randn(rows, heads, width, dtype=dtype), torch.randn(heads, width)
+    lowest = -3.0 if len(cuts) > 1 else 0.0
 
     def run(op: str, first: int, last: int, state: torch.Tensor) -> torch.Tensor:
         texts = int32(0, last - first), int32(last), int32(1)
@@ -126,12 +131,16 @@ def test_pieces_are_the_whole(cuts: list[int], dtype: torch.dtype) -> None:
         if op == "rule":
             rest = (gate[part], gate[part], *vectors, state, *texts, 0.3)
             return ops.gated_delta_rule(q[part], q[part], v[part], *rest)
+        if op == "each":
+            rest = (gate[part], vectors[0], biases, state, *texts, 0.3, True, lowest)
+            return ops.gated_delta_rule(q[part], q[part], v[part], steps[part], *rest)
         rest = (q[part], q[part], vectors[1], vectors[1], state, *texts)
         return ops.ssd_scan(v[part], gate[part], vectors[0], *rest)
 
     for op, shape in (
         ("conv", (3, 48)),
         ("rule", (heads, width, size)),
+        ("each", (heads, width, size)),
         ("scan", (heads, width, size)),
         ("select", (width, 48)),
     ):
@@ -158,3 +167,17 @@ def test_the_selective_scan_is_that_of_whole_batches() -> None:
     y = ops.selective_scan_varlen(*flat[:2], rates.t().contiguous(), *flat[2:], *rest)
     torch.testing.assert_close(y.view(2, rows, -1).transpose(1, 2), want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state[[1, 0]].transpose(1, 2), last, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lowest", [0.0, -3.0])
+def test_equal_steps_of_all_keys_are_one_step(lowest: float) -> None:
+    torch.manual_seed(2)
+    wide = GATES.unsqueeze(-1).expand(-1, -1, 8), HEADS.unsqueeze(-1).expand(-1, 8)
+    states = [STATE.clone() for _ in range(2)]
+    one = ops.gated_delta_rule(*delta(state=states[0]), True, lowest)
+    each = ops.gated_delta_rule(*delta(a=wide[0], bias=wide[1], state=states[1]), True, lowest)
+    torch.testing.assert_close(each, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-5)
+    other = wide[0] + torch.linspace(-2, 2, 8)
+    moved = ops.gated_delta_rule(*delta(a=other, bias=wide[1], state=STATE.clone()), True, lowest)
+    assert not torch.allclose(moved, one, atol=1e-3)

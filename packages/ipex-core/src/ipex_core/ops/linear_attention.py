@@ -242,8 +242,9 @@ def _delta(
     slots: Tensor,
     scale: float,
     normalize: bool = True,
+    lowest: float = 0.0,
 ) -> Tensor:
-    """Run the gated delta rule (gated delta net) for texts back to back.
+    """Run the gated delta rule (gated delta net, Kimi delta attention) for texts back to back.
 
     For each text and head, with a state ``S`` of K keys and V values, row by row::
 
@@ -251,14 +252,16 @@ def _delta(
         S = S + outer(k, sigmoid(b) * (v - k @ S))
         y = scale * (q @ S)
 
+    With a step for each key, ``a`` of shape ``[T, H, K]``, the rows of ``S`` decay at rates of their own.
+
     Args:
         q: ``[T, G, K]``, float32, bfloat16 or float16; rows may lie apart.
         k: Like ``q``. G groups of heads share a query and a key.
         v: ``[T, H, V]`` in the dtype of ``q``; G divides H.
-        a: ``[T, H]`` in the dtype of ``q`` or float32.
-        b: Like ``a``.
+        a: ``[T, H]`` or ``[T, H, K]`` in the dtype of ``q`` or float32.
+        b: ``[T, H]``, likewise.
         A: float32 ``[H]``, negative.
-        dt_bias: float32 ``[H]``.
+        dt_bias: float32 ``[H]``, or ``[H, K]`` with a step for each key.
         state: float32 ``[S, H, K, V]``, contiguous. Overwritten in the rows ``slots``.
         query_starts: int32 ``[B + 1]``, where each text begins in the rows, and T.
         lengths: int32 ``[B]``, rows that each text has had, with the new ones. A text begins, with a state of zeros,
@@ -266,6 +269,8 @@ def _delta(
         slots: int32 ``[B]``, the row of ``state`` that belongs to each text; no two are equal.
         scale: Factor on queries.
         normalize: Divide queries and keys by their lengths first: ``x / sqrt(sum(x * x) + 1e-6)``.
+        lowest: Below zero, the factors on ``S`` are ``exp(lowest * sigmoid(-A * (a + dt_bias)))`` instead, which are at
+            least ``exp(lowest)``.
 
     Returns:
         ``[T, H, V]``, contiguous, in the dtype of ``q``; computed in float32.
@@ -273,13 +278,19 @@ def _delta(
     Raises:
         RuntimeError: For wrong dtypes, shapes, devices or numbers.
 
-    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024; Kimi team,
+    "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.
     """
     heads = v.shape[1]
     queries, keys, values = _grouped(q, heads), _grouped(k, heads), acc(v)
     if normalize:
         queries, keys = _unit(queries), _unit(keys)
-    decay = torch.exp(acc(A) * F.softplus(acc(a) + acc(dt_bias)))
+    steps, rates = acc(a) + acc(dt_bias), acc(A).view(-1, *[1] * (a.dim() - 2))
+    if lowest < 0:
+        decay = torch.exp(lowest * torch.sigmoid(-rates * steps))
+    else:
+        decay = torch.exp(rates * F.softplus(steps))
+    decay = decay.unsqueeze(-1) if a.dim() == 3 else decay[..., None, None]
     strength = torch.sigmoid(acc(b))
     y = torch.empty_like(values)
     for first, last, slot, begins in _spans(query_starts, lengths, slots):
@@ -287,7 +298,7 @@ def _delta(
         if begins:
             s = torch.zeros_like(s)
         for t in range(first, last):
-            s = s * decay[t].view(-1, 1, 1)
+            s = s * decay[t]
             known = (s * keys[t].unsqueeze(-1)).sum(1)
             new = (values[t] - known) * strength[t].unsqueeze(-1)
             s = s + keys[t].unsqueeze(-1) * new.unsqueeze(1)
@@ -329,10 +340,12 @@ def _check_state(a: Arguments, x: Tensor, shape: list[int], of: str) -> int:
 
 def _delta_check(a: Arguments) -> None:
     rows, heads, width = _check_heads(a, a.v, "v", ("q", "k"))
-    for name in ("a", "b"):
-        check_shaped(a.op, name, getattr(a, name), [rows, heads], a.v, "v", or_float32=True)
-    for name in ("A", "dt_bias"):
-        check_float32(a.op, name, getattr(a, name), [heads], a.v, "v")
+    each = [width] if a.a.dim() == 3 else []
+    check_shaped(a.op, "a", a.a, [rows, heads, *each], a.v, "v", or_float32=True)
+    check_shaped(a.op, "b", a.b, [rows, heads], a.v, "v", or_float32=True)
+    check_float32(a.op, "A", a.A, [heads], a.v, "v")
+    check_float32(a.op, "dt_bias", a.dt_bias, [heads, *each], a.v, "v")
+    a.require(a.lowest <= 0, "lowest", "be at most 0", a.lowest)
     states = _check_state(a, a.v, [heads, width, a.v.shape[2]], "v")
     _check_spans(a, rows, states)
 
@@ -342,19 +355,25 @@ def _fake_rows(x: Tensor) -> Tensor:
 
 
 def _delta_inputs(
-    dtype: torch.dtype, counts: Sequence[int], groups: int, heads: int, width: int, size: int
+    dtype: torch.dtype,
+    counts: Sequence[int],
+    groups: int,
+    heads: int,
+    width: int,
+    size: int,
+    each: bool = False,
 ) -> tuple[Any, ...]:
-    rows, states = sum(counts), len(counts) + 2
+    rows, states, own = sum(counts), len(counts) + 2, (width,) * each
     qkv = randn(rows, groups * 2 * width + heads * size, dtype=dtype, seed=100)
     q, k = qkv[:, : groups * width], qkv[:, groups * width : 2 * groups * width]
     return (
         q.view(rows, groups, width) if rows == 0 else q.unflatten(1, (groups, width)),
         k.unflatten(1, (groups, width)),
         qkv[:, 2 * groups * width :].unflatten(1, (heads, size)),
-        randn(rows, heads, dtype=dtype, seed=101),
+        randn(rows, heads, *own, dtype=dtype, seed=101),
         randn(rows, heads, dtype=dtype, seed=102),
         -torch.exp(randn(heads, seed=103, scale=0.5)),
-        randn(heads, seed=104),
+        randn(heads, *own, seed=104),
         randn(states, heads, width, size, seed=105),
         *_texts(counts),
         width**-0.5,
@@ -368,9 +387,16 @@ def _delta_samples(dtype: torch.dtype) -> Iterator[Sample]:
                 continue
             name = f"{'+'.join(map(str, counts))}x{'x'.join(map(str, shape))}"
             yield Sample(_delta_inputs(dtype, counts, *shape), id=name)
+            if shape[2] != 16:
+                yield Sample(_delta_inputs(dtype, counts, *shape, True), id=f"{name}_each")
+    each = _delta_inputs(dtype, (6, 2), 2, 4, 24, 40, True)
+    yield Sample((*each, True, -5.0), id="lowest_each")
+    apart = each[3].float().transpose(1, 2).contiguous().transpose(1, 2)
+    yield Sample((*each[:3], apart, *each[4:]), id="apart_each")
     plain = _delta_inputs(dtype, (6, 2), 2, 4, 16, 24)
     small = (plain[0] * 0.2, plain[1] * 0.2, *plain[2:])
     yield Sample((*small, False), id="not_normalized")
+    yield Sample((*plain, True, -2.0), id="lowest")
     yield Sample((*plain[:3], plain[3].float(), plain[4].float(), *plain[5:]), id="float32_gates")
     v = plain[2].clone()
     v[1, 0, 3], v[3, 1, 2], v[4, 2, 1] = float("nan"), float("inf"), -float("inf")
@@ -387,6 +413,13 @@ def _delta_bench() -> Iterator[BenchCase]:
             flops=7 * sum(counts) * 32 * 128 * 128,
             rotate=True,
         )
+        yield BenchCase(
+            f"{len(counts)}x{counts[0]}-32-32-128x128-each",
+            lambda dtype, n=counts: _delta_inputs(dtype, n, 32, 32, 128, 128, True),
+            lambda dtype, n=counts: len(n) * 32 * 128 * 128 * 8 + sum(n) * 20480 * dtype.itemsize,
+            flops=7 * sum(counts) * 32 * 128 * 128,
+            rotate=True,
+        )
 
 
 register(
@@ -395,7 +428,7 @@ register(
         schema=(
             "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A, Tensor dt_bias,"
             " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots, float scale,"
-            " bool normalize=True) -> Tensor"
+            " bool normalize=True, float lowest=0.0) -> Tensor"
         ),
         reference=_delta,
         check=_delta_check,

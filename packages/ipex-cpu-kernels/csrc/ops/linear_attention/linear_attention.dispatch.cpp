@@ -3,6 +3,8 @@
 // its own: a task keeps some columns in the first-level cache while all rows of its text pass.
 #include "linear_attention.h"
 
+#include <utility>
+
 #include "ipex/kernel/short_convolution.h"
 #include "ipex/kernel/state_space.h"
 
@@ -58,14 +60,35 @@ IPEX_INLINE void copy_columns(const float* from, int64_t from_row, float* to, in
     }
 }
 
+// What a state is multiplied with, for a step without its activation.
+IPEX_INLINE f32v decay_of(const RecurrenceArgs& args, int64_t head, f32v step) {
+  const f32v a = set1(args.a[head]);
+  if (args.lowest < 0) return decay2(sigmoid(-a * step) * set1(args.lowest * kLog2E));
+  return decay2(min(set1(args.most), max(set1(args.least), softplus(step))) * (a * set1(kLog2E)));
+}
+
+// The decays of all keys before a row.
+template <class T>
+void read_decays(const RecurrenceArgs& args, int64_t row, int64_t head, float* to) {
+  const int64_t at = row * args.step.row + head * args.step.head;
+  const float* bias = args.bias + head * args.width;
+  for (int64_t i = 0; i < args.width; i += kLanes) {
+    const int64_t n = least(kLanes, args.width - i);
+    const f32v step = load_either<T>(args.step.data, args.step.is_f32, at + i, n);
+    store(to + i, decay_of(args, head, step + load_n(bias + i, n)));
+  }
+}
+
 // Adds key x added to the decayed state, and sums it weighted by the query (and by the next key).
-template <int kVecs, bool kNext>
-IPEX_INLINE void advance(float* state, int64_t row, int64_t width, f32v decay, const float* key,
-                         const float* query, const float* next, const f32v (&added)[kVecs],
-                         f32v (&y)[kVecs], f32v (&known)[kVecs]) {
+// With kEach each key has a decay of its own.
+template <int kVecs, bool kNext, bool kEach>
+IPEX_INLINE void advance(float* state, int64_t row, int64_t width, f32v decay, const float* decays,
+                         const float* key, const float* query, const float* next,
+                         const f32v (&added)[kVecs], f32v (&y)[kVecs], f32v (&known)[kVecs]) {
   for (int j = 0; j < kVecs; ++j) y[j] = known[j] = zero();
   for (int64_t i = 0; i < width; ++i) {
     const f32v k = set1(key[i]), q = set1(query[i]);
+    if constexpr (kEach) decay = set1(decays[i]);
     f32v n = zero();
     if constexpr (kNext) n = set1(next[i]);
     float* at = state + i * row;
@@ -79,7 +102,7 @@ IPEX_INLINE void advance(float* state, int64_t row, int64_t width, f32v decay, c
   }
 }
 
-template <int kVecs, class T>
+template <int kVecs, bool kEach, class T>
 void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t column, int64_t count,
              char* scratch) {
   const int64_t first = args.texts.starts[text], last = args.texts.starts[text + 1];
@@ -90,6 +113,9 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
   float* query = block + padded * kRecurrenceColumns;
   float* key = query + padded;
   float* next = key + padded;
+  float* decays = next + padded;
+  float* later = decays + padded;
+  float* weighted = later + padded;  // a key times decays: what it finds in a state before them
   float* own =
       args.state + ((args.texts.slots[text] * args.heads + head) * width) * args.size + column;
   // For a row or two the state is advanced where it lies.
@@ -104,9 +130,10 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
   f32v known[kVecs], added[kVecs], y[kVecs];
   for (int j = 0; j < kVecs; ++j) known[j] = zero();
   read_row(row_of<T>(args.key, first, group), width, args.normalize, 1.0f, key);
+  if constexpr (kEach) read_decays<T>(args, first, head, decays);
   if (args.delta && !begins) {
     for (int64_t i = 0; i < width; ++i) {
-      const f32v k = set1(key[i]);
+      const f32v k = set1(kEach ? key[i] * decays[i] : key[i]);
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j)
         known[j] = fma(k, load(state + i * row + j * kLanes), known[j]);
@@ -114,10 +141,13 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
   }
   T* out = static_cast<T*>(args.y);
   for (int64_t t = first; t < last; ++t) {
-    f32v step = softplus(set1(number<T>(args.step, t, head) + args.bias[head]));
-    step = min(set1(args.most), max(set1(args.least), step));
-    const f32v decay = decay2(step * set1(args.a[head] * kLog2E));
-    const f32v strength = args.delta ? sigmoid(set1(number<T>(args.strength, t, head))) : step;
+    f32v decay = set1(1.0f), strength = decay;
+    if constexpr (!kEach) {
+      const f32v step = set1(number<T>(args.step, t, head) + args.bias[head]);
+      decay = decay_of(args, head, step);
+      if (!args.delta) strength = min(set1(args.most), max(set1(args.least), softplus(step)));
+    }
+    if (args.delta) strength = sigmoid(set1(number<T>(args.strength, t, head)));
     const T* value = row_of<T>(args.value, t, head) + column;
     f32v given[kVecs];
 #pragma GCC unroll 4
@@ -131,13 +161,23 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
     read_row(row_of<T>(args.query, t, group), width, args.normalize, args.scale, query);
     const bool more = t + 1 < last;
     if (more) read_row(row_of<T>(args.key, t + 1, group), width, args.normalize, 1.0f, next);
+    const float* finds = next;
+    if constexpr (kEach) {
+      if (more) {
+        read_decays<T>(args, t + 1, head, later);
+        for (int64_t i = 0; i < width; i += kLanes)
+          store(weighted + i, load(next + i) * load(later + i));
+      }
+      finds = weighted;
+    }
     if (args.delta && more)
-      advance<kVecs, true>(state, row, width, decay, key, query, next, added, y, known);
+      advance<kVecs, true, kEach>(state, row, width, decay, decays, key, query, finds, added, y,
+                                  known);
     else
-      advance<kVecs, false>(state, row, width, decay, key, query, next, added, y, known);
-    float* spare = key;
-    key = next;
-    next = spare;
+      advance<kVecs, false, kEach>(state, row, width, decay, decays, key, query, finds, added, y,
+                                   known);
+    std::swap(key, next);
+    std::swap(decays, later);
     T* to = out + (t * args.heads + head) * args.size + column;
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) {
@@ -153,8 +193,9 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
   if (!direct) copy_columns<kVecs>(state, row, own, args.size, width, count, false);
 }
 
-template <class T>
-IPEX_INLINE void recurrence(const RecurrenceArgs& args, int64_t begin, int64_t end, char* scratch) {
+template <bool kEach, class T>
+IPEX_INLINE void blocks_of_columns(const RecurrenceArgs& args, int64_t begin, int64_t end,
+                                   char* scratch) {
   const int64_t blocks = (args.size + kRecurrenceColumns - 1) / kRecurrenceColumns;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t text = i / blocks / args.heads, head = i / blocks % args.heads;
@@ -164,14 +205,22 @@ IPEX_INLINE void recurrence(const RecurrenceArgs& args, int64_t begin, int64_t e
     for (int64_t c = first; c < last;) {
       const int64_t count = least(4 * kLanes, last - c);
       if (count > 2 * kLanes)
-        columns<4, T>(args, text, head, c, count, scratch);
+        columns<4, kEach, T>(args, text, head, c, count, scratch);
       else if (count > kLanes)
-        columns<2, T>(args, text, head, c, count, scratch);
+        columns<2, kEach, T>(args, text, head, c, count, scratch);
       else
-        columns<1, T>(args, text, head, c, count, scratch);
+        columns<1, kEach, T>(args, text, head, c, count, scratch);
       c += count;
     }
   }
+}
+
+template <class T>
+IPEX_INLINE void recurrence(const RecurrenceArgs& args, int64_t begin, int64_t end, char* scratch) {
+  if (args.each)
+    blocks_of_columns<true, T>(args, begin, end, scratch);
+  else
+    blocks_of_columns<false, T>(args, begin, end, scratch);
 }
 
 // -- Mamba ----------------------------------------------------------------------------------------

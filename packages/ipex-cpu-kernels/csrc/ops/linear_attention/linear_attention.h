@@ -33,13 +33,15 @@ struct RecurrenceArgs {
   HeadRows query, key, value;
   HeadNumbers step, strength;  // dt, or a and b of the delta rule
   const float* a;
-  const float* bias;
+  const float* bias;  // [H], or [H][K] if each key has a step of its own
   const float* skip;  // D, of Mamba-2
   float* state;       // [S][H][K][V]
   void* y;            // [T][H][V]
   int64_t heads, groups, width, size;
   float scale, least, most;
+  float lowest;  // below zero: logarithms of decays are this times a sigmoid
   bool delta, normalize;
+  bool each;  // `step` has K numbers for each row and head, side by side
 };
 
 // The selective scan of Mamba: channels decay at rates of their own.
@@ -75,10 +77,11 @@ inline constexpr int64_t kRecurrenceColumns = 64;
 inline constexpr int64_t kVarlenChannels = 64;
 inline constexpr int64_t kVarlenMaxTaps = 64;
 
-// Bytes of working memory of a task: a block of the state, a query and two keys; a history.
+// Bytes of working memory of a task: a block of the state, a query, two keys, two rows of decays and
+// a key times decays; a history.
 inline int64_t recurrence_scratch_bytes(int64_t width) {
   const int64_t rows = (width + 15) / 16 * 16;
-  return static_cast<int64_t>(sizeof(float)) * (rows * kRecurrenceColumns + 3 * rows);
+  return static_cast<int64_t>(sizeof(float)) * (rows * kRecurrenceColumns + 6 * rows);
 }
 // A block of the state and of A, and rows of B and C.
 inline int64_t selective_scratch_bytes(int64_t width) {

@@ -174,8 +174,9 @@ int64_t check_state(const char* op, const Tensor& state, int64_t heads, int64_t 
 
 // Runs a recurrence; in `args` is what only one of the two has.
 Tensor run(const char* op, RecurrenceArgs args, const HeldTexts& held, const Tensor& query0,
-           const Tensor& key0, const Tensor& value0, const Tensor& step, const Tensor& state) {
+           const Tensor& key0, const Tensor& value0, const Tensor& step0, const Tensor& state) {
   const Tensor query = dense_rows(query0), key = dense_rows(key0), value = dense_rows(value0);
+  const Tensor step = args.each ? dense_rows(step0) : step0;
   Tensor y = new_contiguous_like(value0);
   if (y.numel() == 0) return y;
   args.texts = held.texts;
@@ -210,14 +211,15 @@ Tensor run(const char* op, RecurrenceArgs args, const HeldTexts& held, const Ten
   return y;
 }
 
-// Float vectors [H].
+// Float vectors [H], or [H][K].
 struct PerHead {
   Tensor tensor;
   const float* data;
 
-  PerHead(const char* op, const char* name, const Tensor& value, int64_t heads, const char* of)
+  PerHead(const char* op, const char* name, const Tensor& value,
+          std::initializer_list<int64_t> sizes, const char* of)
       : tensor(value) {
-    check_float32(op, name, value, {heads}, of);
+    check_float32(op, name, value, sizes, of);
     tensor = as_contiguous(value);
     data = static_cast<const float*>(tensor.const_data_ptr());
   }
@@ -226,13 +228,19 @@ struct PerHead {
 Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
                         const Tensor& b, const Tensor& factor, const Tensor& bias,
                         const Tensor& state, const Tensor& starts, const Tensor& lengths,
-                        const Tensor& slots, double scale, bool normalize) {
+                        const Tensor& slots, double scale, bool normalize, double lowest) {
   const int64_t width = check_heads(kDelta, "v", v, "q", q, "k", k);
   const int64_t rows = v.size(0), heads = v.size(1);
-  check_shaped(kDelta, "a", a, {rows, heads}, v, "v", true);
+  const bool each = a.dim() == 3;
+  if (each)
+    check_shaped(kDelta, "a", a, {rows, heads, width}, v, "v", true);
+  else
+    check_shaped(kDelta, "a", a, {rows, heads}, v, "v", true);
   check_shaped(kDelta, "b", b, {rows, heads}, v, "v", true);
-  const PerHead own_factor(kDelta, "A", factor, heads, "v");
-  const PerHead own_bias(kDelta, "dt_bias", bias, heads, "v");
+  const PerHead own_factor(kDelta, "A", factor, {heads}, "v");
+  const PerHead own_bias = each ? PerHead(kDelta, "dt_bias", bias, {heads, width}, "v")
+                                : PerHead(kDelta, "dt_bias", bias, {heads}, "v");
+  IPEX_CHECK(lowest <= 0, kDelta, ": lowest must be at most 0, got ", lowest);
   const int64_t states = check_state(kDelta, state, heads, width, v.size(2), "v");
   const HeldTexts held(kDelta, starts, lengths, slots, rows, states);
   RecurrenceArgs args{};
@@ -242,8 +250,10 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
   args.scale = static_cast<float>(scale);
   args.least = 0.0f;
   args.most = 1e30f;
+  args.lowest = static_cast<float>(lowest);
   args.delta = true;
   args.normalize = normalize;
+  args.each = each;
   return run(kDelta, args, held, q, k, v, a, state);
 }
 
@@ -254,9 +264,9 @@ Tensor ssd_scan(const Tensor& x, const Tensor& dt, const Tensor& factor, const T
   const int64_t width = check_heads(kScan, "x", x, "B", b, "C", c);
   const int64_t rows = x.size(0), heads = x.size(1);
   check_shaped(kScan, "dt", dt, {rows, heads}, x, "x", true);
-  const PerHead own_factor(kScan, "A", factor, heads, "x");
-  const PerHead own_skip(kScan, "D", skip, heads, "x");
-  const PerHead own_bias(kScan, "dt_bias", bias, heads, "x");
+  const PerHead own_factor(kScan, "A", factor, {heads}, "x");
+  const PerHead own_skip(kScan, "D", skip, {heads}, "x");
+  const PerHead own_bias(kScan, "dt_bias", bias, {heads}, "x");
   const int64_t states = check_state(kScan, state, heads, width, x.size(2), "x");
   IPEX_CHECK(dt_min >= 0 && dt_min <= dt_max, kScan, ": dt_min must be from 0 to dt_max = ", dt_max,
              ", got ", dt_min);
@@ -287,8 +297,8 @@ Tensor selective_scan_varlen(const Tensor& x0, const Tensor& dt, const Tensor& r
   check_kind(op, "C", c0, x0, "x", false);
   check_shape(op, "C", c0, {rows, width});
   check_float32(op, "A", rates, {width, channels}, "x");
-  const PerHead own_skip(op, "D", skip, channels, "x");
-  const PerHead own_bias(op, "dt_bias", bias, channels, "x");
+  const PerHead own_skip(op, "D", skip, {channels}, "x");
+  const PerHead own_bias(op, "dt_bias", bias, {channels}, "x");
   const int64_t states = state.dim() == 3 ? state.size(0) : 0;
   check_float32(op, "state", state, {states, width, channels}, "x");
   check_writable(op, "state", state);
