@@ -107,6 +107,7 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
         "RayWorkerProc": ("get_node_and_physical_gpu_ids", "initialize_worker"),
         "RayExecutorV2": ("_init_executor",),
     },
+    "vllm.distributed.device_communicators.shm_broadcast": {"MessageQueue": ("dequeue",)},
     "vllm.config": {"get_current_vllm_config_or_none": ()},
 }
 

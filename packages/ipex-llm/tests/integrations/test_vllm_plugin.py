@@ -650,8 +650,15 @@ def test_ranks_of_ray_are_counted_by_a_resource_and_bound(modules, monkeypatch):
     monkeypatch.setattr(
         executor.RayExecutorV2, "_init_executor", lambda self: made.append(executor.RayWorkerProc)
     )
-    module.IpexRayExecutor()._init_executor()
+    ours = module.IpexRayExecutor()
+    here, there = (
+        types.SimpleNamespace(_is_remote_reader=far, dequeue=lambda timeout=None: timeout)
+        for far in (False, True)
+    )
+    ours.response_mqs, ours.is_failed = [here, there], False
+    ours._init_executor()
     assert made == [module.IpexRayWorker] and executor.RayWorkerProc is stock
+    assert here.dequeue() is None and there.dequeue() == module._LOOKS
 
     context = types.SimpleNamespace(get_node_id=lambda: "a")
     ray = types.SimpleNamespace(get_runtime_context=lambda: context)
@@ -674,6 +681,26 @@ def test_ranks_of_ray_are_counted_by_a_resource_and_bound(modules, monkeypatch):
     monkeypatch.delenv(ranks.VARIABLE)
     module.IpexRayWorker().initialize_worker(1, {}, "tcp", driver, [0, 0])
     assert bound == [[5, 7]] and threads == [2]
+
+
+def test_a_wait_for_another_machine_ends_when_a_rank_has_ended(modules, monkeypatch):
+    module = stand_in.ours("ray_executor")
+    monkeypatch.setattr(module, "_LOOKS", 0.01)
+    owner, waited = types.SimpleNamespace(is_failed=False), []
+
+    def wait(timeout):
+        waited.append(timeout)
+        owner.is_failed = len(waited) == 3
+        raise TimeoutError
+
+    with pytest.raises(RuntimeError, match="all ranks of a model must run, one has ended"):
+        module.dequeue(lambda: owner, wait)
+    assert waited == [0.01] * 3
+    with pytest.raises(RuntimeError, match="one has ended"):
+        module.dequeue(lambda: None, wait)
+    with pytest.raises(TimeoutError):
+        module.dequeue(lambda: owner, wait, timeout=0)
+    assert module.dequeue(lambda: owner, lambda timeout: (timeout, "answer"), 0.004)[1] == "answer"
 
 
 def cpus(nodes, cores, threads=2):

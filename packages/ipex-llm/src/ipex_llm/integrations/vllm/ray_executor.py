@@ -7,8 +7,12 @@ Ray counts accelerators that it knows. Ranks on CPUs are counted by a resource t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +21,9 @@ from vllm.v1.executor import ray_executor_v2
 from ipex_llm.integrations.vllm import ranks
 
 __all__ = ["IpexRayExecutor", "IpexRayWorker"]
+
+#: Seconds between two looks whether all ranks run, while an answer is awaited.
+_LOOKS = 1.0
 
 
 class IpexRayWorker(ray_executor_v2.RayWorkerProc):
@@ -70,3 +77,41 @@ class IpexRayExecutor(ray_executor_v2.RayExecutorV2):
             super()._init_executor()
         finally:
             ray_executor_v2.RayWorkerProc = stock
+        for queue in self.response_mqs:
+            # vLLM ends the wait for a rank of this machine when a rank has ended, and no other.
+            if queue._is_remote_reader:
+                queue.dequeue = functools.partial(dequeue, weakref.ref(self), queue.dequeue)
+
+
+def dequeue(
+    executor: Callable[[], Any],
+    wait: Callable[..., Any],
+    timeout: float | None = None,
+    indefinite: bool = False,
+) -> Any:
+    """Return the next answer of a rank on another machine.
+
+    Args:
+        executor: Gives the executor, or None when it is gone.
+        wait: Waits ``timeout`` seconds, then raises a TimeoutError.
+        timeout: Seconds, None for no end.
+        indefinite: Of no meaning here.
+
+    Raises:
+        RuntimeError: A rank has ended.
+        TimeoutError: There is no answer in this time.
+    """
+    del indefinite
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = _LOOKS if end is None else min(_LOOKS, max(0.0, end - time.monotonic()))
+        try:
+            return wait(timeout=left)
+        except TimeoutError:
+            owner = executor()
+            if owner is None or owner.is_failed:
+                raise RuntimeError(
+                    "vLLM plug-in: all ranks of a model must run, one has ended: see its log, then start vLLM again"
+                ) from None
+            if end is not None and time.monotonic() >= end:
+                raise
