@@ -19,12 +19,7 @@ import torch
 from torch import nn
 
 from ipex_core import nn as inn
-from ipex_core.module_swap.base import (
-    OptimizedModule,
-    call,
-    derive,
-    has_hooks,
-)
+from ipex_core.module_swap.base import OptimizedModule, call, derive, has_hooks
 from ipex_core.module_swap.state_dict import (
     SavedTensor,
     attach,
@@ -374,7 +369,8 @@ def _not_packable(module: nn.Module) -> str | None:
         return f"its weight is {weight.dim()}-D of dtype {weight.dtype}"
     if weight.device.type != "cpu":
         return f"its weight is on {weight.device}"
-    if not isinstance(module, OptimizedModule) and not _is_plain(type(module)):  # type: ignore[arg-type]
+    kind: Any = type(module)
+    if not isinstance(module, OptimizedModule) and not _is_plain(kind):
         return "its class computes something else than a linear layer"
     hooks = module._forward_pre_hooks
     # That of ipex_core.optimize casts the input, which programs have in the right dtype.

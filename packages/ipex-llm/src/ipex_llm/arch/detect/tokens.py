@@ -50,8 +50,8 @@ def match_token_rows(
         m
         for m in others
         if m is not table
-        and isinstance(getattr(m, "weight", None), Tensor)
-        and same(trace.inputs[m], rows_of_table(trace.ids, m.weight))  # type: ignore[arg-type]
+        and isinstance(own := getattr(m, "weight", None), Tensor)
+        and same(trace.inputs[m], rows_of_table(trace.ids, own))
         and trace.output(m).shape[-1] == count * width
     ]
     sources = [
