@@ -345,6 +345,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
+    # Values narrower than keys, with a factor; sinks in the layers with a window, which have more heads.
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {
+            **BASE,
+            **FOUR_LAYERS,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["full_attention", _SLIDING, _SLIDING, "full_attention"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "jamba": ("Jamba", _JAMBA),
     # With an activation behind the convolution that no op has: some layers are understood, others are not.
     "jamba_gelu": ("Jamba", {**_JAMBA, "hidden_act": "gelu"}),

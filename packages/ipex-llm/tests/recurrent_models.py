@@ -43,6 +43,18 @@ _ZAMBA = {
     "mamba_expand": 2,
     "adapter_rank": 8,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+}
 _KINDS = {"layers_block_type": ["mamba", "attention", "mamba", "mamba"]}
 
 #: Name -> class and what its configuration has besides.
@@ -67,6 +79,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_key_heads": 4,
             "linear_key_head_dim": 12,
             "linear_value_head_dim": 24,
+        },
+    ),
+    # A step for each key, gates and steps of low rank, latent attention without rotation.
+    "kimi_linear": (
+        "KimiLinear",
+        {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 4, "n_group": 1},
+    ),
+    # Steps with a bound, latent attention with a gate for each head.
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {**_LATENT, "head_dim": 16, "n_group": 2, "topk_group": 1, "q_lora_rank": 24},
+    ),
+    "bailing_hybrid_unbound": (
+        "BailingHybrid",
+        {**_LATENT, "head_dim": 16, "n_group": 2, "topk_group": 2, "kda_safe_gate": False},
+    ),
+    # A gate for each head, windows, norms behind the blocks.
+    "lfm3": (
+        "Lfm3",
+        {
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "head_dim": 16,
+            "sliding_window": 8,
         },
     ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),

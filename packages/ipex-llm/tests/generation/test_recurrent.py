@@ -54,7 +54,7 @@ def test_structure(name: str) -> None:
     plan = match(model)
     kinds = [type(layer.attention).__name__ for layer in plan.layers]
     aside = sum(layer.side is not None for layer in plan.layers)  # Zamba 2
-    attentions = {"falcon_h1": 2, "zamba2": 2, "zamba2_blocks": 3}.get(name, 1)
+    attentions = {"falcon_h1": 2, "lfm3": 2, "zamba2": 2, "zamba2_blocks": 3}.get(name, 1)
     attentions = 0 if name in ("mamba", "falcon_mamba", "mamba2") else attentions
     assert kinds.count("AttentionPlan") + aside == len(plan.attentions) == attentions
     assert plan.has_states
@@ -321,7 +321,12 @@ def test_shared_layers_are_packed_once_and_watched(name: str) -> None:
 
 @pytest.mark.parametrize("form", ["INT8", "INT4"])
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if n in ("jamba", "nemotron_h_moe", "nemotron_h_latent", "zamba2")]
+    "name",
+    [
+        n
+        for n in NAMES
+        if n in ("jamba", "kimi_linear", "nemotron_h_moe", "nemotron_h_latent", "zamba2")
+    ],
 )
 @torch.no_grad()
 def test_quantized_weights_in_the_program_and_layer_by_layer(name: str, form: str) -> None:

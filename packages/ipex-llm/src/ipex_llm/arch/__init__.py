@@ -128,14 +128,15 @@ class LatentPlan:
     """Keys and values of all heads from one latent row (multi-head latent attention).
 
     `AttentionPlan.qkv` gives the queries, or what they are made of; then the latent ``[rank]``; then the part of the
-    keys that is rotated and the same for all heads, ``[rope.dim]``. The head of a query is ``[head_dim - rope.dim |
-    rope.dim]``, and so is the head of a key: what `up` makes of the latent, and the rotated part.
+    keys that is the same for all heads, ``[common]``, and is rotated if anything is. The head of a query is
+    ``[head_dim - common | common]``, and so is the head of a key: what `up` makes of the latent, and the common part.
     """
 
-    up: nn.Module  # rows: of each head the key's without rotation, then the value's
+    up: nn.Module  # rows: of each head the key's without the common part, then the value's
     norm: NormPlan | None  # of the latent, before `up`
     rank: int
     value_dim: int
+    common: int
     query: LinearPlan | None = None  # None: `qkv` gives the queries
     query_norm: NormPlan | None = None  # before `query`
 
@@ -166,8 +167,10 @@ class AttentionPlan:
     #: and shift, which is 1 (Llama 4) or 0 (Ministral 3).
     temperature: tuple[float, float, float] | None = None
     latent: LatentPlan | None = None  # `kv_heads` is 1 then
-    #: `qkv` gives a row of gates as wide as all queries behind the values; their sigmoid multiplies what is attended.
-    gated: bool = False
+    #: `qkv` gives gates behind all else, for each feature of what is attended, or one for each head (LFM3, Ling 3);
+    #: `opening` of them multiplies what is attended.
+    gated: Literal["", "features", "heads"] = ""
+    opening: Literal["sigmoid", "softplus"] = "sigmoid"
     value_norm: NormPlan | None = None  # over head_dim
     #: `qkv` gives no rows of values: they are the keys before norm and rotation (Gemma 4).
     keys_as_values: bool = False
@@ -175,6 +178,20 @@ class AttentionPlan:
     #: keys and values, and `keys_as_values`, are then of that layer.
     source: int | None = None
     output_norm: NormPlan | None = None  # of what is attended, over all heads (BitNet)
+    #: Width of values if it is less than `head_dim` (MiMo V2); `qkv` gives rows as wide as keys, the rest are copies.
+    value_dim: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Features of what a head attends to."""
+        if self.latent is not None:
+            return self.latent.value_dim
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def gates(self) -> int:
+        """How many rows of `qkv` are gates."""
+        return self.heads * {"": 0, "heads": 1, "features": self.value_width}[self.gated]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,13 +221,27 @@ class DeltaPlan(ConvPlan):
     """
 
     module: nn.Module  # has A_log and dt_bias
-    norm: NormPlan  # over `value_dim`; what it gives is multiplied with silu(z)
+    norm: NormPlan  # over `value_dim`; what it gives is multiplied with `opening` of z
     groups: int
     heads: int
     key_dim: int
     value_dim: int
     strength: float = 1.0  # factor on sigmoid(b); 2 allows negative eigenvalues (OLMo hybrid)
+    each: bool = False  # a has a step for each key (Kimi delta attention)
+    opening: Literal["silu", "sigmoid"] = "silu"
+    lowest: float = 0.0  # below zero: logarithms of decays are this times a sigmoid (Ling 3)
+    #: What z and a are made of, if `input` gives rows of low rank in their places, and the rank (Kimi Linear).
+    up: tuple[LinearPlan, LinearPlan] | None = None
+    rank: int = 0
     # rows of `input`: q, k, v, z, b, a
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Rows of `input`: q, k and v; z; b; a."""
+        values = self.heads * self.value_dim
+        steps = self.heads * (self.key_dim if self.each else 1)
+        first = 2 * self.groups * self.key_dim + values
+        return first, self.rank or values, self.heads, self.rank or steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
     return y if plan.factors is None else y.float() * plan.factors.to(y.device)
 
 
-def _rotate(rope: RopePlan, x: Tensor) -> Tensor:
+def rotate(rope: RopePlan, x: Tensor) -> Tensor:
     """Rotate the first `rope.dim` elements of heads ``[T, heads, head_dim]``; row t is position t."""
     cos, sin = (t.to(x.device).unsqueeze(1) for t in rope.tables(x.shape[0]))
     turned, kept = x[..., : rope.dim], x[..., rope.dim :]
@@ -153,28 +153,36 @@ def query_factors(positions: Tensor, temperature: tuple[float, float, float]) ->
     return 1.0 + scale * torch.log1p(torch.floor((positions.float() + shift) / floor))
 
 
+_OPENINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+}
+
+
 def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     """Return the input of the output projection, ``[T, heads * head_dim]``, for the rows ``[T, ...]`` of `plan.qkv`."""
     qkv = qkv.float()
     if plan.clip_qkv is not None:
         qkv = qkv.clamp(-plan.clip_qkv, plan.clip_qkv)
+    if plan.gated:
+        qkv, gates = qkv.split([qkv.shape[-1] - plan.gates, plan.gates], dim=-1)
+        attended = attend(dataclasses.replace(plan, gated="", clip_qkv=None), qkv)
+        opened = _OPENINGS[plan.opening](gates).unflatten(-1, (plan.heads, -1))
+        return (attended.unflatten(-1, (plan.heads, -1)) * opened).flatten(1)
     if plan.latent is not None:
         query, key, value = _from_latent(plan, plan.latent, qkv)
         return _weigh(plan, query, key, value)
     length, width = qkv.shape[0], plan.head_dim
-    if plan.gated:
-        qkv, gates = qkv.split([qkv.shape[-1] - plan.heads * width, plan.heads * width], dim=-1)
-        plain = dataclasses.replace(plan, gated=False, clip_qkv=None)
-        return attend(plain, qkv) * torch.sigmoid(gates)
     if plan.keys_as_values:
         qkv = torch.cat([qkv, qkv[:, plan.heads * width :]], dim=-1)
     heads = qkv.reshape(length, plan.heads + 2 * plan.kv_heads, width)
     query, key, value = heads.split([plan.heads, plan.kv_heads, plan.kv_heads], dim=1)
-    value = run_norm(plan.value_norm, value)
+    value = run_norm(plan.value_norm, value)[..., : plan.value_dim]
     if not plan.norm_after_rope:
         query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
     if plan.rope is not None:
-        query, key = _rotate(plan.rope, query), _rotate(plan.rope, key)
+        query, key = rotate(plan.rope, query), rotate(plan.rope, key)
     if plan.norm_after_rope:
         query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
     if plan.temperature is not None:
@@ -187,19 +195,20 @@ def _from_latent(
     plan: AttentionPlan, latent: LatentPlan, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys ``[T, heads, head_dim]`` and values ``[T, heads, value_dim]``."""
-    rope = plan.rope
-    assert rope is not None
-    length, plain = rows.shape[0], plan.head_dim - rope.dim
-    width = rows.shape[-1] - latent.rank - rope.dim
-    query, low, turned = rows.split([width, latent.rank, rope.dim], dim=-1)
+    length, plain = rows.shape[0], plan.head_dim - latent.common
+    width = rows.shape[-1] - latent.rank - latent.common
+    query, low, common = rows.split([width, latent.rank, latent.common], dim=-1)
     if latent.query is not None:
         query = run_linear(latent.query, run_norm(latent.query_norm, query))
     query = query.view(length, plan.heads, plan.head_dim)
-    query = torch.cat([query[..., :plain], _rotate(rope, query[..., plain:])], dim=-1)
+    common = common.unsqueeze(1)
+    if plan.rope is not None:
+        query = torch.cat([query[..., :plain], rotate(plan.rope, query[..., plain:])], dim=-1)
+        common = rotate(plan.rope, common)
     both = run_linear(LinearPlan((latent.up,)), run_norm(latent.norm, low))
     both = both.view(length, plan.heads, plain + latent.value_dim)
-    turned = _rotate(rope, turned.unsqueeze(1)).expand(-1, plan.heads, -1)
-    return query, torch.cat([both[..., :plain], turned], dim=-1), both[..., plain:]
+    common = common.expand(-1, plan.heads, -1)
+    return query, torch.cat([both[..., :plain], common], dim=-1), both[..., plain:]
 
 
 def _weigh(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -239,7 +248,13 @@ def per_head(module: nn.Module, name: str) -> Tensor:
     if name == "A":
         return -torch.exp(per_head(module, "A_log"))
     value: Any = getattr(module, name)
-    return value.detach().float().contiguous()  # type: ignore[no-any-return]
+    return value.detach().float().flatten().contiguous()  # type: ignore[no-any-return]
+
+
+def step_bias(plan: DeltaPlan) -> Tensor:
+    """Return what is added to the steps of a gated delta net, float32 ``[H]``, or ``[H, K]`` for steps of each key."""
+    bias = per_head(plan.module, "dt_bias")
+    return bias.view(plan.heads, plan.key_dim) if plan.each else bias
 
 
 def rates_of(module: nn.Module) -> Tensor:
@@ -270,7 +285,11 @@ def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
     texts = tuple(torch.tensor(n, dtype=torch.int32) for n in ([0, count], [count], [0]))
     if isinstance(plan, DeltaPlan):
         keys, values = plan.groups * plan.key_dim, plan.heads * plan.value_dim
-        qkv, z, b, a = rows.split([2 * keys + values, values, plan.heads, plan.heads], dim=-1)
+        qkv, z, b, a = rows.split(plan.widths, dim=-1)
+        if plan.up is not None:
+            z, a = (run_linear(one, x) for one, x in zip(plan.up, (z, a), strict=True))
+        if plan.each:
+            a = a.unflatten(-1, (plan.heads, plan.key_dim))
         q, k, v = _convolve(plan, qkv, "silu", texts).split([keys, keys, values], dim=-1)
         q, k = (t.unflatten(-1, (plan.groups, plan.key_dim)) for t in (q, k))
         if plan.strength != 1.0:  # as factors on keys and values, which the state does not see
@@ -280,13 +299,14 @@ def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
         y = torch.ops.ipex.gated_delta_rule(
             *(q, k),
             *(v.unflatten(-1, (plan.heads, plan.value_dim)), a, b),
-            *(per_head(plan.module, "A"), per_head(plan.module, "dt_bias")),
+            *(per_head(plan.module, "A"), step_bias(plan)),
             rows.new_zeros(1, plan.heads, plan.key_dim, plan.value_dim),
             *texts,
             plan.key_dim**-0.5,
             plan.strength == 1.0,
+            plan.lowest,
         )
-        return run_norm(plan.norm, y).flatten(1) * functional.silu(z)
+        return run_norm(plan.norm, y).flatten(1) * _OPENINGS[plan.opening](z)
     if isinstance(plan, ScanPlan):
         inner, states = plan.heads * plan.head_dim, plan.groups * plan.state_dim
         gate, xbc, dt = rows.split([inner, inner + 2 * states, plan.heads], dim=-1)

@@ -189,6 +189,10 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
             "optimize: model must have layers that read the stream alone to be divided, got one that reads the tokens,"
             " or the keys and values of another layer"
         )
+    if a.value_dim is not None:
+        raise OpArgumentError(
+            "optimize: model must have keys and values of one width to be divided, got narrower values"
+        )
     if a.keys_as_values:
         raise OpArgumentError(
             "optimize: model must have projections to values to be divided, got attention whose values are its keys"

@@ -156,12 +156,14 @@ def cache_dtype(value: Any, own: torch.dtype) -> torch.dtype:
 class LayerShape:
     """What one layer stores for a token: ``kv_heads`` keys and values of ``head_dim``.
 
-    With ``latent``, a single row that is key and value: the first ``latent`` elements are what both are made of.
+    With ``latent``, a single row that is key and value: the first ``latent`` elements are what both are made of. With
+    ``values``, only so many elements of a value mean something.
     """
 
     kv_heads: int
     head_dim: int
     latent: int = 0
+    values: int | None = None
 
     @property
     def parts(self) -> int:
@@ -411,7 +413,7 @@ class PagedCache:
         latent = 0 if shape is None else shape.latent
         if latent:
             return found[0][..., :latent], found[0][..., latent:]
-        return found[0], found[1]
+        return found[0], found[1] if shape is None else found[1][..., : shape.values]
 
 
 def _raw(store: Tensor) -> Tensor:

@@ -83,6 +83,8 @@ def shapes_of(plan: DecoderPlan | None, reason: str | None) -> list[CacheShape]:
             problem = "it has layers that keep a state"
         elif attention.latent is not None:
             problem = "it caches latents"
+        elif attention.value_dim is not None:
+            problem = "its keys and values have unlike widths"
         else:
             shapes.append(LayerShape(attention.kv_heads, attention.head_dim))
     if problem is not None:

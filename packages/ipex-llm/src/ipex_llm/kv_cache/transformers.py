@@ -130,9 +130,12 @@ class CacheState:
                 )
             both = torch.cat([key, value], dim=-1)
             parts = (both, both)
+        elif shape.values is not None:
+            missing = shape.head_dim - value.shape[-1]
+            parts = key, torch.nn.functional.pad(value, (0, missing))
         repeats = key.shape[1] // shape.kv_heads
         if repeats > 1:  # Falcon's own forward repeats keys and values for each query head
-            parts = (key[:, ::repeats], value[:, ::repeats])
+            parts = (key[:, ::repeats], parts[1][:, ::repeats])
         rows = []
         for part in parts:
             flat = part.transpose(1, 2)

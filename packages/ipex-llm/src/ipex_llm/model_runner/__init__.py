@@ -356,9 +356,8 @@ def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
 def _rows_shape(plan: AttentionPlan) -> LayerShape:
     latent = plan.latent
     if latent is None:
-        return LayerShape(plan.kv_heads, plan.head_dim)
-    assert plan.rope is not None
-    return LayerShape(1, latent.rank + plan.rope.dim, latent.rank)
+        return LayerShape(plan.kv_heads, plan.head_dim, values=plan.value_dim)
+    return LayerShape(1, latent.rank + latent.common, latent.rank)
 
 
 class Rope:

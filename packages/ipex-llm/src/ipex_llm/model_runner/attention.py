@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_core.program.pointwise import POINTWISE
 from ipex_llm.arch import AttentionPlan, LatentPlan, MixerPlan, NormPlan
 from ipex_llm.model_runner.dense import (
     Linear,
@@ -24,6 +23,7 @@ from ipex_llm.model_runner.dense import (
     _unpack,
     check_packable,
 )
+from ipex_llm.model_runner.feed_forward import opened
 from ipex_quant.weight_only.linear import WoqLinearModule
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
     gates: Register | None = None
     if a.gated:
         width = (heads + 2 * kv) * d
-        gates = b.call("narrow", qkv, 1, width, heads * d)
+        gates = b.call("narrow", qkv, 1, width, a.gates)
         qkv = b.call("narrow", qkv, 1, 0, width)
     rows = b.call("reshape", qkv, [0, heads + (1 if a.keys_as_values else 2) * kv, d])
     q = b.call("narrow", rows, 1, 0, heads)
@@ -84,10 +84,20 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
         q = b.call("cast", wide, writer.e.store.dtype)
     out = b.call("empty_like", q)
     attend(writer, index, a, out, q)
-    result: Register = b.call("reshape", out, [0, heads * d])
-    if gates is not None:
-        opened = [POINTWISE.index("sigmoid"), 1, -1, -1, POINTWISE.index("mul"), 0, 2, -1]
-        result = b.call("pointwise", [result, gates], opened, [], writer.e.store.dtype)
+    if a.value_dim is not None:
+        out = b.call("narrow", out, 2, 0, a.value_dim)
+    return _gated(writer, a, out, gates)
+
+
+def _gated(writer: Any, a: AttentionPlan, x: Register, gates: Register | None) -> Register:
+    """Write what heads attend to ``[T, heads, width]`` times the functions of gates, ``[T, heads * width]``."""
+    b, heads = writer.b, a.heads
+    if gates is not None and a.gated == "heads":
+        gates = b.call("reshape", gates, [0, heads, 1])
+        x = opened(b, a.opening, gates, x, writer.e.store.dtype)
+    result: Register = b.call("reshape", x, [0, heads * a.value_width])
+    if gates is not None and a.gated == "features":
+        result = opened(b, a.opening, gates, result, writer.e.store.dtype)
     return result
 
 
@@ -151,7 +161,7 @@ def attend(writer: Any, index: int, a: AttentionPlan, out: Register, q: Register
 class Latent:
     """Packed weights around the latent: uint8 ``[heads, bytes]``, see ``bmm``."""
 
-    keys: Tensor  # of each head [rank + rotated, plain]: queries to latents, zeros behind for the rotated part
+    keys: Tensor  # of each head [rank + common, plain]: queries to latents, zeros behind for the common part
     values: Tensor  # of each head [value_dim, rank]
     query: Linear | None
 
@@ -175,11 +185,11 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     Raises:
         UnsupportedPlan: They have a bias, or no plain weight.
     """
-    latent, rope = plan.latent, plan.rope
-    assert latent is not None and rope is not None
+    latent = plan.latent
+    assert latent is not None
     up: Any = latent.up
     check_latent(plan)
-    plain = plan.head_dim - rope.dim
+    plain = plan.head_dim - latent.common
     quantized = isinstance(up, WoqLinearModule)
     if quantized:  # small; products of single heads have no quantized form
         weight = up.dequantize(store.dtype)
@@ -189,11 +199,11 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
         _unpack(up)
         weight = up._parameters["weight"].detach().to(store.dtype)
     heads = weight.view(plan.heads, plain + latent.value_dim, latent.rank)
-    keys = heads.new_zeros(plan.heads, latent.rank + rope.dim, plain)
+    keys = heads.new_zeros(plan.heads, latent.rank + latent.common, plain)
     keys[:, : latent.rank] = heads[:, :plain].transpose(1, 2)
     packed = _pack(keys), _pack(heads[:, plain:])
     if not quantized:
-        part = _UpPart(*packed, latent.rank, rope.dim, plain, latent.value_dim, store.dtype)
+        part = _UpPart(*packed, latent.rank, latent.common, plain, latent.value_dim, store.dtype)
         store._replace(up, "weight", packed[0], part)
     query = None if latent.query is None else store.linear(latent.query)
     return Latent(*packed, query)
@@ -211,14 +221,14 @@ class _UpPart:
     keys: Tensor
     values: Tensor
     rank: int
-    rotated: int
+    common: int
     plain: int
     value_dim: int
     dtype: torch.dtype
 
     def __call__(self) -> Tensor:
         unpack = torch.ops.ipex.unpack_linear_weight
-        size = self.rank + self.rotated
+        size = self.rank + self.common
         keys = [unpack(one, size, self.plain, self.dtype)[: self.rank].t() for one in self.keys]
         values = [unpack(one, self.value_dim, self.rank, self.dtype) for one in self.values]
         both = [part for pair in zip(keys, values, strict=True) for part in pair]
@@ -241,8 +251,8 @@ def write_latent(
         What the output projection reads.
     """
     b, latent, rope = writer.b, a.latent, a.rope
-    assert latent is not None and rope is not None
-    width, plain = latent.rank + rope.dim, a.head_dim - rope.dim
+    assert latent is not None
+    width, plain = latent.rank + latent.common, a.head_dim - latent.common
     if latent.query is None:
         first = a.heads * a.head_dim
         query = b.call("narrow", rows, 1, 0, first)
@@ -255,22 +265,24 @@ def write_latent(
         query = writer.linear(weights.query, query)
     # The row of the cache is made where the projection has written it.
     row = b.call("narrow", rows, 1, first, width)
+    gates = b.call("narrow", rows, 1, first + width, a.gates) if a.gated else None
     if latent.norm is not None:
         low = b.call("narrow", row, 1, 0, latent.rank)
         b.call("copy_", low, writer.norm(latent.norm, low))
     row = b.call("reshape", row, [0, 1, width])
     heads = b.call("reshape", query, [0, a.heads, a.head_dim])
-    turned = b.call("narrow", heads, 2, plain, rope.dim)
-    cos, sin = writer.ropes[repr(rope)]
-    key = b.call("narrow", row, 2, latent.rank, rope.dim)
-    b.call("rotary_embedding", turned, key, sin, cos, rope.dim, rope.half, writer.positions)
+    turned = b.call("narrow", heads, 2, plain, latent.common)
+    if rope is not None:
+        cos, sin = writer.ropes[repr(rope)]
+        key = b.call("narrow", row, 2, latent.rank, latent.common)
+        b.call("rotary_embedding", turned, key, sin, cos, rope.dim, rope.half, writer.positions)
     cache = writer.caches[index]
     scales = writer.scales_of(index)
     b.call("reshape_and_cache", row, row, cache[0], cache[1], writer.slots, **scales)
     # Queries for latents, by heads; the place behind them is for the rotated part.
     unturned = b.call("transpose", b.call("narrow", heads, 2, 0, plain), 0, 1)
     absorbed = b.call("bmm", unturned, b.constant(weights.keys), None, 1.0, width)
-    place = b.call("narrow", absorbed, 2, latent.rank, rope.dim)
+    place = b.call("narrow", absorbed, 2, latent.rank, latent.common)
     b.call("copy_", place, b.call("transpose", turned, 0, 1))
     q = b.call("transpose", absorbed, 0, 1)
     if writer.mode == "decode" and writer.own_cache:
@@ -291,10 +303,7 @@ def write_latent(
         1.0,
         latent.value_dim,
     )
-    result: Register = b.call(
-        "reshape", b.call("transpose", y, 0, 1), [0, a.heads * latent.value_dim]
-    )
-    return result
+    return _gated(writer, a, b.call("transpose", y, 0, 1), gates)
 
 
 def _features(a: AttentionPlan) -> int:

@@ -160,7 +160,8 @@ class WeightStore:
             raise UnsupportedPlan(DIFFERENT)
         packed, bias, modes, lent = found
         self._lent += lent
-        features = sum(_features(module) for module in modules)
+        order = plans[0].order
+        features = sum(_features(module) for module in modules) if order is None else len(order)
         features = features // 2 if fused or len(plans) == 2 else features
         if not lent:
             self._own.append((modules[0], "packed_weight", packed))

@@ -39,6 +39,22 @@ def pointwise(
     return result
 
 
+#: Functions of gates, as steps of `pointwise` from the value 0 on; 1 is what they multiply.
+_OPENINGS: Mapping[str, list[tuple[Any, ...]]] = {
+    "sigmoid": [("sigmoid", 0)],
+    # max(x, 0) + log(1 + exp(-|x|))
+    "softplus": [("abs", 0), ("neg", 2), ("exp", 3), ("log1p", 4), ("relu", 0), ("add", 5, 6)],
+}
+
+
+def opened(
+    b: ProgramBuilder, opening: str, gates: Register, x: Register, dtype: torch.dtype
+) -> Register:
+    """Write ``opening(gates) * x``; gates broadcast."""
+    steps = _OPENINGS[opening]
+    return pointwise(b, [gates, x], [], [*steps, ("mul", len(steps) + 1, 1)], dtype)
+
+
 #: Activations that ``linear`` applies to its result, and those it takes for a gate.
 EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu")
 GATES = ("silu", "gelu", "gelu_tanh")

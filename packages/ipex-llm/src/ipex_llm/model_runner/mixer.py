@@ -14,9 +14,17 @@ import torch
 
 from ipex_core.program import Register
 from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan, SelectivePlan
-from ipex_llm.arch.reference import bias_of, filter_of, per_head, rates_of, step_limits
+from ipex_llm.arch.reference import (
+    bias_of,
+    filter_of,
+    per_head,
+    rates_of,
+    step_bias,
+    step_limits,
+)
 from ipex_llm.kv_cache import StateShape
 from ipex_llm.model_runner.dense import Linear, WeightStore
+from ipex_llm.model_runner.feed_forward import opened
 
 Tensor = torch.Tensor
 
@@ -28,7 +36,9 @@ class Mixer:
     Attributes:
         taps: Filter ``[W, D]``.
         bias: ``[D]``, or None.
-        vectors: ``[H]``: A and dt_bias, and D of Mamba-2; of Mamba A ``[N, D]``, D and dt_bias.
+        vectors: ``[H]``: A and dt_bias, and D of Mamba-2; of Mamba A ``[N, D]``, D and dt_bias. A gated delta net
+            with a step for each key has dt_bias ``[H, K]``.
+        up: From rows of low rank to the gates and steps of a gated delta net.
         middle: Linear layer behind the convolution of Mamba.
         step: From what steps are made of to the steps of Mamba, without its bias.
     """
@@ -36,6 +46,7 @@ class Mixer:
     taps: Tensor
     bias: Tensor | None
     vectors: tuple[Tensor, ...] = ()
+    up: tuple[Linear, Linear] | None = None
     middle: Linear | None = None
     step: Linear | None = None
 
@@ -50,6 +61,9 @@ def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
         for name in names:
             store.watch(plan.module, "A_log" if name == "A" else name)
         vectors = tuple(per_head(plan.module, name) for name in names)
+    if isinstance(plan, DeltaPlan):
+        up = None if plan.up is None else (store.linear(plan.up[0]), store.linear(plan.up[1]))
+        return Mixer(*filter_of(plan), (vectors[0], step_bias(plan)), up)
     if isinstance(plan, SelectivePlan):
         return _pack_selective(store, plan)
     return Mixer(*filter_of(plan), vectors)
@@ -61,7 +75,7 @@ def _pack_selective(store: WeightStore, plan: SelectivePlan) -> Mixer:
         store.watch(owner, name)
     vectors = rates_of(plan.module), per_head(plan.module, "D"), bias_of(module)
     step = dataclasses.replace(store.linear(plan.step), bias=None)
-    return Mixer(*filter_of(plan), vectors, store.linear(plan.middle), step)
+    return Mixer(*filter_of(plan), vectors, None, store.linear(plan.middle), step)
 
 
 def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
@@ -138,7 +152,11 @@ def _heads(writer: Any, x: Register, heads: int, width: int) -> Register:
 def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Register) -> Register:
     b, heads, size = writer.b, plan.heads, plan.value_dim
     keys, values = plan.groups * plan.key_dim, heads * size
-    qkv, z, beta, step = _parts(writer, rows, 2 * keys + values, values, heads, heads)
+    qkv, z, beta, step = _parts(writer, rows, *plan.widths)
+    if weights.up is not None:
+        z, step = (writer.linear(one, x) for one, x in zip(weights.up, (z, step), strict=True))
+    if plan.each:
+        step = _heads(writer, step, heads, plan.key_dim)
     mixed = _convolve(writer, index, plan, weights, qkv, "silu")
     q, k, v = _parts(writer, mixed, keys, keys, values)
     q, k = (_heads(writer, one, plan.groups, plan.key_dim) for one in (q, k))
@@ -154,10 +172,14 @@ def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Regis
         "gated_delta_rule",
         *(q, k, _heads(writer, v, heads, size)),
         *(step, beta, factor, bias, writer.state_caches[index][1], *writer.texts),
-        *(scale, plain),
+        *(scale, plain, plan.lowest),
     )
-    normed = writer.norm(plan.norm, y)
-    result: Register = b.call("silu_mul", z, b.call("reshape", normed, [0, values]))
+    normed = b.call("reshape", writer.norm(plan.norm, y), [0, values])
+    result: Register
+    if plan.opening == "silu":
+        result = b.call("silu_mul", z, normed)
+    else:
+        result = opened(b, plan.opening, z, normed, writer.e.store.dtype)
     return result
 
 

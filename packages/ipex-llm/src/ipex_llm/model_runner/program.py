@@ -27,6 +27,7 @@ from ipex_core.util import return_free_memory
 from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
+    DeltaPlan,
     ExpertsPlan,
     LayerPlan,
     LinearPlan,
@@ -240,6 +241,10 @@ class Emitter:
                 first, last = projections(layer.attention)
                 yield PackedLinear(packed.qkv, (first,), False)
                 yield PackedLinear(packed.output, (last,), False)
+            if isinstance(layer.attention, DeltaPlan) and layer.attention.up is not None:
+                assert packed.mixer is not None and packed.mixer.up is not None
+                for one, part in zip(packed.mixer.up, layer.attention.up, strict=True):
+                    yield PackedLinear(one, (part,), False)
             if isinstance(layer.attention, SelectivePlan):
                 assert packed.mixer is not None and packed.mixer.middle is not None
                 yield PackedLinear(packed.mixer.middle, (layer.attention.middle,), False)
@@ -355,6 +360,8 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         latent, mlp = latent_of(layer.attention), layer.mlp
         for linear in () if layer.attention is None else projections(layer.attention):
             yield (linear,), False
+        if isinstance(layer.attention, DeltaPlan):
+            yield from (((one,), False) for one in layer.attention.up or ())
         if isinstance(layer.attention, SelectivePlan):
             yield (layer.attention.middle,), False
             yield (layer.attention.step,), False

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,12 +19,13 @@ from torch import nn
 from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
 from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes, with_factor
 from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
-from ipex_llm.arch.reference import attend, with_shared_rows
+from ipex_llm.arch.reference import attend, rotate, with_shared_rows
 
 Tensor = torch.Tensor
+Opening = Literal["sigmoid", "softplus"]
 
 ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")
-_GATE = re.compile(r"^g(ate)?_proj$")  # beside the three (AFMoE)
+_GATE = re.compile(r"^g(ate)?_proj$")  # beside the three (AFMoE, LFM3)
 _PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
 
 
@@ -239,16 +240,21 @@ def match_attention(
     behind = next((m for m in norms if same(trace.outputs[m], expected)), None)
     if behind is not None:
         expected = trace.inputs[behind]
-    head_dim = _head_dim(config, attention, width)
-    heads = width // head_dim
+    found = _narrow_values(trace, config, attention, parts, width)
+    head_dim = found.head_dim if found else _head_dim(config, attention, width)
+    heads = width // (found.value_dim if found else head_dim)
     if len(parts) == 1 and trace.output(parts[0]).shape[-1] == width:
         return _match_shared(trace, attention, parts[0], output, head_dim, earlier or {})
     qkv = torch.cat([trace.output(part) for part in parts], dim=-1)
     # A gate may have a projection of its own, or be what the queries' gives beside each head (Qwen3-Next).
     beside = len(parts) == 4
-    gated = beside or (len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width)
+    gates = trace.output(parts[3]).shape[-1] if beside else 0
+    if len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width and not found:
+        gates = width
+    gated = _kind_of_gates(trace, attention, gates, heads, width)
     alone = len(parts) == 2  # no rows of values
-    rest, odd = divmod(qkv.shape[-1] - width * (1 + gated), (1 if alone else 2) * head_dim)
+    rows = qkv.shape[-1] if found is None else len(found.order)
+    rest, odd = divmod(rows - heads * head_dim - gates, (1 if alone else 2) * head_dim)
     if odd or rest < 1 or heads % rest:
         raise trace.error(
             attention, f"{qkv.shape[-1]} rows of q, k and v do not make {heads} heads"
@@ -260,6 +266,13 @@ def match_attention(
         keys[width : width + rest * head_dim] = multiplier
         projection = with_factor(projection, keys)
         qkv = qkv * keys.to(qkv)
+    if found is not None:
+        qkv = qkv * found.factors.to(qkv)
+        factors = found.factors[found.order]
+        plain = bool((factors == 1.0).all())
+        projection = dataclasses.replace(
+            projection, order=found.order, factors=None if plain else factors
+        )
     kinds = config.get("layer_types")
     kind = kinds[index] if kinds is not None and index < len(kinds) else None
     query_norm, key_norm, value_norm, over = _norms(trace, attention, head_dim, behind)
@@ -284,6 +297,7 @@ def match_attention(
         value_norm=value_norm,
         keys_as_values=alone,
         output_norm=None if behind is None else match_norm(trace, behind),
+        value_dim=None if found is None else found.value_dim,
     )
     ropes: list[RopePlan | None] = [
         *match_ropes(trace, config, decoder, attention, kind, head_dim),
@@ -294,6 +308,64 @@ def match_attention(
     if scales and plan.temperature is None:
         raise trace.error(attention, "scales queries by position in an unknown way")
     return plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _NarrowValues:
+    """Heads whose values are narrower than their keys.
+
+    Attributes:
+        head_dim: Width of keys.
+        value_dim: Width of values.
+        order: Rows of queries, of keys, of values as wide as keys, and of gates; rows of values come more than once.
+        factors: float32, of the rows as they are.
+    """
+
+    head_dim: int
+    value_dim: int
+    order: Tensor
+    factors: Tensor
+
+
+def _narrow_values(
+    trace: Trace, config: Config, attention: nn.Module, parts: list[nn.Module], width: int
+) -> _NarrowValues | None:
+    """Return the widths of heads if values are narrower than keys (MiMo V2), or None."""
+    value_dim = getattr(attention, "v_head_dim", None) or config.get("v_head_dim")
+    if not isinstance(value_dim, int) or len(parts) not in (3, 4) or width % value_dim:
+        return None
+    sizes = [trace.output(part).shape[-1] for part in parts]
+    heads, kv = width // value_dim, sizes[2] // value_dim
+    head_dim = sizes[0] // heads
+    if not value_dim < head_dim < 2 * value_dim or sizes[:3] != [
+        heads * head_dim,
+        kv * head_dim,
+        kv * value_dim,
+    ]:
+        return None
+    first = sizes[0] + sizes[1]
+    values = first + torch.arange(sizes[2]).view(kv, value_dim)
+    values = torch.cat([values, values[:, : head_dim - value_dim]], dim=1)
+    last = torch.arange(first + sizes[2], sum(sizes))
+    factors = torch.ones(sum(sizes))
+    factors[first : first + sizes[2]] = float(getattr(attention, "v_scale", 1.0))
+    order = torch.cat([torch.arange(first), values.flatten(), last])
+    return _NarrowValues(head_dim, value_dim, order, factors)
+
+
+def _kind_of_gates(
+    trace: Trace, attention: nn.Module, gates: int, heads: int, width: int
+) -> Literal["", "features", "heads"]:
+    """Return what each of some gates multiplies.
+
+    Raises:
+        MatchError: There are as many as neither heads nor features.
+    """
+    if gates == 0:
+        return ""
+    if gates not in (heads, width):
+        raise trace.error(attention, f"has {gates} gates for {heads} heads of {width // heads}")
+    return "heads" if gates == heads else "features"
 
 
 def _match_shared(
@@ -400,22 +472,32 @@ def _settle(
     most = getattr(config.get("attn_config"), "alibi_bias_max", None) or 8.0
     slopes = _slopes(base.heads, float(most))
     temperatures = [_temperature(config, attention, rotated) for rotated in (False, True)]
+    if base.value_dim is not None:
+        layouts = [base.qkv.order]
+        hint = [old for old in hint if old.qkv.order is not None]
+    openings: tuple[Opening, ...] = ("sigmoid", "softplus") if base.gated else ("sigmoid",)
 
     def candidates() -> Iterator[AttentionPlan]:
         for old in hint:
             yield dataclasses.replace(
                 base,
-                qkv=dataclasses.replace(base.qkv, order=old.qkv.order),
+                qkv=base.qkv
+                if base.value_dim is not None
+                else dataclasses.replace(base.qkv, order=old.qkv.order),
+                opening=old.opening,
                 rope=old.rope,
                 scale=old.scale,
                 alibi_slopes=old.alibi_slopes,
                 norm_after_rope=old.norm_after_rope,
                 temperature=old.temperature,
             )
-        for order, late, rope, scale in itertools.product(layouts, after, ropes, scales):
+        for opening, order, late, rope, scale in itertools.product(
+            openings, layouts, after, ropes, scales
+        ):
             plan = dataclasses.replace(
                 base,
                 qkv=dataclasses.replace(base.qkv, order=order),
+                opening=opening,
                 rope=rope,
                 scale=scale,
                 norm_after_rope=late,
@@ -470,9 +552,11 @@ def match_latent(
     up: Any = _named(attention, _UP)
     parts = [module for _, module in linears(attention, trace)]
     source = trace.input(down)
-    first = [m for m in parts if m is not down and same(trace.input(m), source)]
-    others = [m for m in parts if m not in (up, down, *first)]
-    if len(first) != 1 or not 1 <= len(others) <= 2:
+    gates = [m for n, m in attention.named_children() if _GATE.match(n) and m in parts]
+    gates = [m for m in gates if same(trace.input(m), source)]
+    first = [m for m in parts if m not in (down, *gates) and same(trace.input(m), source)]
+    others = [m for m in parts if m not in (up, down, *first, *gates)]
+    if len(first) != 1 or not 1 <= len(others) <= 2 or len(gates) > 1:
         names = ", ".join(name for name, _ in linears(attention, trace))
         raise trace.error(attention, f"has linear layers ({names}) that are not known of a latent")
     norms = [m for _, m in attention.named_children() if is_norm(m) and trace.ran(m)]
@@ -500,18 +584,22 @@ def match_latent(
         norm_before(up),
         rank,
         value_dim,
+        rotary,
         None if query is None else linear_plan(query),
         None if query is None else norm_before(query),
     )
-    rows = torch.cat([trace.output(first[0]), trace.output(down)], dim=-1)
+    inner = [first[0], down, *gates]
+    rows = torch.cat([trace.output(m) for m in inner], dim=-1)
+    own = trace.output(gates[0]).shape[-1] if gates else 0
     base = AttentionPlan(
-        LinearPlan((first[0], down)),
+        LinearPlan(tuple(inner)),
         linear_plan(output),
         heads,
         1,
         head_dim,
         head_dim**-0.5,
         latent=latent,
+        gated=_kind_of_gates(trace, attention, own, heads, heads * value_dim),
     )
     ropes = match_ropes(trace, config, decoder, attention, None, rotary)
     scales = scales_of(config, attention, head_dim, index)
@@ -525,7 +613,27 @@ def match_latent(
     if plan is None:
         name = type(attention).__name__
         raise trace.error(attention, f"{name} computes something else (off by {off:.1e})")
-    return plan
+    return _as_cached(trace, config, plan, index)
+
+
+def _as_cached(trace: Trace, config: Config, plan: AttentionPlan, index: int) -> AttentionPlan:
+    """Return the plan with rows in the order in which the model caches them.
+
+    Rotated pairs may come out as pairs (DeepSeek V2) or as halves (Ling 3); scores are the same.
+    """
+    rope, latent = plan.rope, plan.latent
+    if rope is None or rope.half or config.get("rope_interleave") is not None:
+        return plan
+    assert latent is not None
+    kept = trace.cached(index)
+    whole = trace.output(plan.qkv.modules[1])[:, latent.rank :].float()
+    turned = rotate(rope, whole.unsqueeze(1)).flatten(1)
+    if kept is None or kept.numel() != turned.numel():
+        return plan
+    halves = turned.unflatten(1, (-1, 2)).transpose(1, 2)
+    if distance(turned, kept) <= distance(halves, kept):
+        return plan
+    return _in_halves(dataclasses.replace(plan, rope=dataclasses.replace(rope, half=True)), rope.dim)
 
 
 def _candidates(
@@ -543,6 +651,8 @@ def _candidates(
             if split and rope.half:
                 yield _in_halves(plan, rope.dim)
             yield plan
+    for scale in scales:  # keys with a common part that is not rotated (Kimi Linear)
+        yield dataclasses.replace(base, scale=scale)
 
 
 def _in_halves(plan: AttentionPlan, rotary: int) -> AttentionPlan:
@@ -560,5 +670,7 @@ def _in_halves(plan: AttentionPlan, rotary: int) -> AttentionPlan:
         first = torch.arange(int(features.out_features))
         latent = dataclasses.replace(latent, query=dataclasses.replace(latent.query, order=queries))
     start = len(first)
+    end = start + latent.rank + rotary
     order = torch.cat([first, start + torch.arange(latent.rank), start + latent.rank + tail])
+    order = torch.cat([order, end + torch.arange(plan.gates)])
     return dataclasses.replace(plan, qkv=dataclasses.replace(plan.qkv, order=order), latent=latent)

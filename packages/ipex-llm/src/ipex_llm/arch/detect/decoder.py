@@ -137,6 +137,7 @@ def match_layer(
     if side is not None:
         return _with_side(trace, config, decoder, layer, index, hint, *side)
     module, mixer = find_attention(layer), find_mixer(layer)
+    module = None if module is mixer else module
     children = ", ".join(name for name, _ in layer.named_children())
     blocks = [child for child in layer.children() if not is_norm(child)]
     if module is None and mixer is None and len(blocks) == 1:

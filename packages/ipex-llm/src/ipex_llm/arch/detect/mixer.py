@@ -43,6 +43,8 @@ _MAMBA_1 = ("in_proj", "x_proj", "dt_proj", "out_proj")
 _PARTS = tuple(
     re.compile(rf"(^|_)({name})(_proj)?$") for name in ("qkv", "q", "k", "v", "z|g", "b", "a")
 )
+#: Projections of a gated delta net with a step for each key; gates and steps may be of low rank (Kimi Linear).
+_EACH = tuple(re.compile(rf"(^|\.)({name})_proj$") for name in ("q", "k", "v", "g|g_a", "b", "f|f_a"))
 
 
 def _convolution(module: nn.Module) -> nn.Conv1d | None:
@@ -73,7 +75,10 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     scale = float(getattr(own, "ssm_in_multiplier", 1.0))
     source = source if scale == 1.0 else source * scale
     inner = [(name, m) for name, m in parts if same(trace.input(m), source)]
-    outer = [m for _, m in parts if not same(trace.input(m), source)]
+    owner = _decays(own)
+    ups = {} if owner is None else _ups(trace, inner, parts)
+    later = [m for _, m in parts if not same(trace.input(m), source)]
+    outer = [m for m in later if m not in ups.values()]
     if len(outer) != 1 or not inner:
         raise trace.error(module, f"has linear layers ({names}) that are not in and out")
     expected = trace.input(outer[0])
@@ -81,10 +86,10 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     if scale != 1.0 and biased:
         raise trace.error(module, "scales the input of a projection with a bias")
     rows = getattr(own, "mup_vector", None)  # of what the projection gives
-    if any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
-        candidates: Iterator[MixerPlan] = _recurrences(
-            config, own, inner, outer[0], expected.shape[-1]
-        )
+    if owner is not None:
+        candidates: Iterator[MixerPlan] = _deltas_of_keys(own, owner, inner, ups, outer[0], expected)
+    elif any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
+        candidates = _recurrences(config, own, inner, outer[0], expected.shape[-1])
     else:
         candidates = _convolutions(own, inner, outer[0])
 
@@ -162,6 +167,75 @@ def _recurrences(
                 *(linear, linear_plan(output), conv, module, norm),
                 *(group, heads, shared // group, size),
                 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
+            )
+
+
+def _decays(module: nn.Module) -> Any:
+    """Return the module of a block that has a rate for each head and a bias for each key of it, or None."""
+    for one in module.modules():
+        rates, bias = (getattr(one, name, None) for name in ("A_log", "dt_bias"))
+        if isinstance(rates, nn.Parameter) and isinstance(bias, nn.Parameter):
+            heads, keys = rates.numel(), bias.numel()
+            return one if keys > heads and keys % heads == 0 and heads == max(rates.shape) else None
+    return None
+
+
+def _ups(
+    trace: Trace, inner: list[tuple[str, nn.Module]], parts: list[tuple[str, nn.Module]]
+) -> dict[nn.Module, nn.Module]:
+    """Return the linear layers that read what those at the beginning of a block give, by the latter."""
+    return {
+        first: m
+        for _, first in inner
+        for _, m in parts
+        if m is not first and same(trace.input(m), trace.output(first))
+    }
+
+
+def _deltas_of_keys(
+    module: Any,
+    owner: Any,
+    inner: list[tuple[str, nn.Module]],
+    ups: dict[nn.Module, nn.Module],
+    output: nn.Module,
+    expected: Tensor,
+) -> Iterator[MixerPlan]:
+    """Yield gated delta nets whose keys have steps of their own.
+
+    Args:
+        module: The block.
+        owner: Its part that has the rates.
+        inner: Linear layers that read what the block reads.
+        ups: Linear layers behind some of these.
+        output: The last linear layer.
+        expected: What that reads.
+    """
+    conv = _convolution(module)
+    norms = [m for m in module.children() if is_norm(m)]
+    named = [[m for name, m in inner if part.search(name)] for part in _EACH]
+    if conv is None or len(norms) != 1 or len(inner) != 6 or any(len(one) != 1 for one in named):
+        return
+    parts, width = [one[0] for one in named], expected.shape[-1]
+    eps = _number(norms[0], "variance_epsilon", "eps", "epsilon")
+    heads, keys = owner.A_log.numel(), owner.dt_bias.numel()
+    groups, odd = divmod(conv.in_channels - width, 2 * (keys // heads))
+    low = [m for m in (parts[3], parts[5]) if m in ups]
+    ranks = {int(getattr(m, "out_features", 0)) for m in low}
+    plain = not low or (len(low) == 2 and len(ranks) == 1)
+    if eps is None or width % heads or odd or groups < 1 or heads % groups or not plain:
+        return
+    up = (linear_plan(ups[low[0]]), linear_plan(ups[low[1]])) if low else None
+    bounds = [getattr(owner, name, None) for name in ("lower_bound", "gate_lower_bound")]
+    for lowest in (0.0, *(float(one) for one in bounds if isinstance(one, float) and one < 0)):
+        for opening in ("sigmoid", "silu"):
+            yield DeltaPlan(
+                *(linear_plan(*parts), linear_plan(output), conv, owner),
+                *(NormPlan("rms", norms[0], eps), groups, heads, keys // heads, width // heads),
+                each=True,
+                opening=opening,
+                lowest=lowest,
+                up=up,
+                rank=min(ranks, default=0),
             )
 
 

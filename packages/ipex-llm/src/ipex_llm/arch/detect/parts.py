@@ -188,7 +188,9 @@ def match_ropes(
             raise trace.error(attention, f"has rotary embeddings of the unknown kind {name!r}")
         base = float(parameters.get("rope_theta") or 10000.0)
         dim = _dimension(config, attention, parameters, head_dim)
-        if dim < 2 or dim % 2:  # MiMo-V2-Flash has a third of the head
+        if dim > 2 and dim % 2 and name == "default":  # one more is rotated, as fast (MiMo V2)
+            base, dim = base ** ((dim + 1) / dim), dim + 1
+        if dim < 2 or dim % 2:
             raise trace.error(attention, f"rotates {dim} features of a head, not an even number")
         scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", "rope_type")}
         original = config.get("original_max_position_embeddings")

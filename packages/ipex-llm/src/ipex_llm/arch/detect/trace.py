@@ -82,6 +82,7 @@ class Trace:
         self.inputs: dict[nn.Module, Tensor] = {}
         self.outputs: dict[nn.Module, Tensor] = {}
         self.counts: dict[nn.Module, int] = {}
+        self._cache: Any = None
         config = getattr(model, "config", None)
         if model.training:
             raise MatchError("", "is in training mode; call model.eval() first")
@@ -141,6 +142,19 @@ class Trace:
     def output(self, module: nn.Module) -> Tensor:
         """Return what a module gave, ``[T, width]``."""
         return rows(self.outputs[module])
+
+    def cached(self, index: int) -> Tensor | None:
+        """Return the second of what a layer caches for the tokens, ``[T, width]``; None if that is not known.
+
+        The model is run once more for it.
+        """
+        if self._cache is None:
+            with torch.no_grad():
+                result = self.model(input_ids=self.ids.unsqueeze(0), use_cache=True)
+            self._cache = getattr(result, "cache", None) or getattr(result, "past_key_values", ())
+        layers = getattr(self._cache, "layers", ())
+        found = getattr(layers[index], "values", None) if index < len(layers) else None
+        return rows(found) if isinstance(found, Tensor) else None
 
     def error(self, module: nn.Module, reason: str) -> MatchError:
         """Return the error that names a module."""

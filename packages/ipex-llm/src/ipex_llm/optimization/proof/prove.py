@@ -128,8 +128,10 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         elif isinstance(plan, SelectivePlan):
             groups = plan.step_norm is None, plan.key_norm is None, plan.query_norm is None
         order = plan.input.order is None, len(plan.input.modules)
-        strength = plan.strength if isinstance(plan, DeltaPlan) else 1.0
-        return type(plan), plan.conv.bias is None, norm, groups, strength, *order
+        delta: tuple[object, ...] = ()
+        if isinstance(plan, DeltaPlan):
+            delta = plan.strength, plan.each, plan.opening, plan.lowest < 0, plan.up is None
+        return type(plan), plan.conv.bias is None, norm, groups, *delta, *order
     rope = plan.rope
     return (
         None if rope is None else (rope.kind, rope.half),
@@ -142,6 +144,8 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.norm_after_rope,
         plan.temperature is None,
         plan.gated,
+        plan.opening,
+        plan.value_dim is None,
         plan.value_norm is None,
         plan.keys_as_values,
         plan.source is None,
