@@ -82,6 +82,12 @@ _MLA = {
 }
 
 
+_EXPERT_NAMES = (
+    *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("first_k_dense_replace", "n_group", "topk_group"),
+)
+
+
 def _falcon(**options: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB,
@@ -345,6 +351,47 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**BASE, **_MLA, "n_group": 1}),
+    # Hidden states divided before the head, factors on embeddings and blocks, dense blocks behind latent attention.
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            **{k: v for k, v in {**BASE, **_MLA}.items() if k not in _EXPERT_NAMES},
+            "scale_emb": 3,
+            "scale_depth": 1.2,
+            "dim_model_base": 32,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    ),
+    # A block before the head.
+    "modernbert_decoder": (
+        "ModernBertDecoder",
+        {
+            **{k: v for k, v in BASE.items() if k != "num_key_value_heads"},
+            **FOUR_LAYERS,
+            "local_attention": 2 * WINDOW,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # Rotation the other way round, norms without weights behind it.
+    "nanochat": ("NanoChat", {**BASE, "final_logit_softcapping": 15.0}),
+    # Gates of heads opened by softplus.
+    "laguna": (
+        "Laguna",
+        {
+            **BASE,
+            **FOUR_LAYERS,
+            **_MOE,
+            "head_dim": 16,
+            "layer_types": ["full_attention", _SLIDING, _SLIDING, "full_attention"],
+            "num_attention_heads_per_layer": [4, 6, 6, 4],
+            "shared_expert_intermediate_size": 32,
+            "sliding_window": WINDOW,
+        },
+    ),
     # Values narrower than keys, with a factor; sinks in the layers with a window, which have more heads.
     "mimo_v2_flash": (
         "MiMoV2Flash",

@@ -24,6 +24,7 @@ __all__ = [
     "DeltaPlan",
     "ExpertNormsPlan",
     "ExpertsPlan",
+    "HeadBlockPlan",
     "LatentPlan",
     "LayerPlan",
     "LinearPlan",
@@ -107,6 +108,7 @@ class RopePlan:
     max_position_embeddings: int
     #: Factor on cosines and sines beyond what the kind brings along.
     factor: float = 1.0
+    turn: int = 1  # -1: the other way round (nanochat)
 
     def tables(self, positions: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each ``[positions, dim / 2]``, as the rotary ops take them."""
@@ -120,7 +122,7 @@ class RopePlan:
             self.scaling,
             max_position_embeddings=self.max_position_embeddings,
         )
-        return (cos * self.factor).to(dtype), (sin * self.factor).to(dtype)
+        return (cos * self.factor).to(dtype), (sin * (self.factor * self.turn)).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -446,6 +448,15 @@ class TokenRowsPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HeadBlockPlan:
+    """A block before the head: ``norm(act(linear(h)))`` (the decoder of ModernBERT)."""
+
+    linear: LinearPlan
+    activation: Activation
+    norm: NormPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerPlan:
     """One decoder layer; `attention` may be another block that mixes tokens, with a state.
 
@@ -511,6 +522,7 @@ class DecoderPlan:
     streams: StreamEndsPlan | None = None
     #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm.optimization.proof`.
     stock_calls: frozenset[str] = frozenset()
+    head_block: HeadBlockPlan | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     #: The ranks that have the rest of a sharded model: output and down projections, experts and the head give parts.

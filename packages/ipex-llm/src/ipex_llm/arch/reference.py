@@ -22,6 +22,7 @@ from ipex_llm.arch import (
     DecoderPlan,
     DeltaPlan,
     ExpertsPlan,
+    HeadBlockPlan,
     LatentPlan,
     LayerPlan,
     LinearPlan,
@@ -665,10 +666,17 @@ def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
         h = run_linear(plan.output_projection, h)
     if plan.head is None:
         return h
+    if plan.head_block is not None:
+        h = run_head_block(plan.head_block, h)
     logits = _head(plan, h) * plan.logit_scale
     if plan.logit_softcap > 0:
         logits = plan.logit_softcap * torch.tanh(logits / plan.logit_softcap)
     return logits
+
+
+def run_head_block(plan: HeadBlockPlan, h: Tensor) -> Tensor:
+    """The block before a head on ``[T, hidden]``."""
+    return run_norm(plan.norm, activate(plan.activation, run_linear(plan.linear, h)))
 
 
 def _head(plan: DecoderPlan, h: Tensor) -> Tensor:

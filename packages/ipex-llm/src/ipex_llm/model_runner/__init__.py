@@ -418,4 +418,4 @@ class Rope:
         )
         angles = torch.arange(size, dtype=torch.float64).unsqueeze(1) * frequencies
         factor *= plan.factor
-        return (angles.cos() * factor).float(), (angles.sin() * factor).float()
+        return (angles.cos() * factor).float(), (angles.sin() * (factor * plan.turn)).float()

@@ -71,6 +71,12 @@ def together(mlp: MlpPlan) -> bool:
     return mlp.activation in GATES and plain
 
 
+def check_activation(name: str) -> None:
+    """Raise UnsupportedPlan if no op computes an activation behind a linear layer."""
+    if name not in (*EPILOGUES, *SEPARATE):
+        raise UnsupportedPlan(f"activation {name!r}")
+
+
 def check_mlp(mlp: MlpPlan) -> None:
     """Raise if no op computes the activation of a block.
 

@@ -57,10 +57,9 @@ from ipex_llm.model_runner.dense import (
 )
 from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
 from ipex_llm.model_runner.feed_forward import (
-    EPILOGUES,
     GATES,
-    SEPARATE,
     activated,
+    check_activation,
     check_mlp,
     together,
     write_experts,
@@ -138,6 +137,8 @@ class Emitter:
         self.first = () if ends is None else tuple(map(store.linear, ends.first))
         self.last = () if ends is None else tuple(map(store.linear, ends.last))
         self.after = self._linear(plan.output_projection)
+        block = plan.head_block
+        self.head_block = None if block is None else store.linear(block.linear)
         self.head = self._linear(plan.head)
         self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
@@ -309,9 +310,8 @@ def _check(layer: LayerPlan) -> None:
     mlp = layer.mlp
     if layer.side is not None:
         check_mlp(layer.side.mlp)
-    block = layer.token_block
-    if block is not None and block.activation not in (*EPILOGUES, *SEPARATE):
-        raise UnsupportedPlan(f"activation {block.activation!r}")
+    if layer.token_block is not None:
+        check_activation(layer.token_block.activation)
     if isinstance(mlp, ExpertsPlan):
         if mlp.scale_input and mlp.top_k != 1:
             raise UnsupportedPlan("the weights of several experts multiply their input")
@@ -336,6 +336,8 @@ def unsupported_reason(
     if dtype not in FLOATS:
         return f"weights of {dtype}"
     try:
+        if plan.head_block is not None:
+            check_activation(plan.head_block.activation)
         for layer in plan.layers:
             _check(layer)
             check_latent(layer.attention)
@@ -353,7 +355,9 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
     rows = None if plan.token_rows is None else plan.token_rows.projection
     ends = () if plan.streams is None else (*plan.streams.first, *plan.streams.last)
-    for linear in (plan.embedding_projection, rows, *ends, plan.output_projection, plan.head):
+    block = None if plan.head_block is None else plan.head_block.linear
+    around = plan.embedding_projection, rows, *ends, plan.output_projection, block, plan.head
+    for linear in around:
         if linear is not None:
             yield (linear,), False
     for layer in plan.layers:
@@ -524,6 +528,10 @@ class Writer:
             return b.build([h, *(self.states or ())])
         if e.head is None:
             raise UnsupportedPlan("there is no head")
+        if plan.head_block is not None:
+            assert e.head_block is not None
+            h = activated(self, plan.head_block.activation, e.head_block, h)
+            h = self.norm(plan.head_block.norm, h)
         parallel = plan.parallel
         if parallel is None:
             y = self.linear(e.head, h)

@@ -15,6 +15,7 @@ from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     ExpertsPlan,
+    HeadBlockPlan,
     LayerPlan,
     LinearPlan,
     MixerPlan,
@@ -34,6 +35,7 @@ from ipex_llm.arch.detect.attention import (
 from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import (
+    activations_of,
     is_mixture,
     linear_plan,
     match_experts,
@@ -59,7 +61,7 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
-from ipex_llm.arch.reference import in_order
+from ipex_llm.arch.reference import activate, in_order
 
 Tensor = torch.Tensor
 
@@ -584,7 +586,7 @@ def _chain(config: Config, layers: list[Layer]) -> tuple[tuple[LayerPlan, ...], 
         if carried is not None:
             plan = dataclasses.replace(plan, input_norm=carried)
         carried = layer.last_norm
-        factor = config.get("residual_multiplier")
+        factor = getattr(plan.module, "residual_scale", None) or config.get("residual_multiplier")
         if factor and abs(plan.residual_scale - factor) < 2e-2 * abs(factor):
             plan = dataclasses.replace(plan, residual_scale=float(factor))
         plans.append(plan)
@@ -703,16 +705,48 @@ def _is_head(trace: Trace, module: nn.Module, table: nn.Module) -> bool:
     return logits is not None and width == logits.shape[-1] and width != table_width
 
 
-def _head(trace: Trace, config: Config, x: Tensor) -> tuple[LinearPlan | None, float, float]:
-    """Return the head, the factor on its output and the soft cap."""
+def _head_block(trace: Trace, last: list[nn.Module], x: Tensor) -> tuple[HeadBlockPlan, Tensor] | None:
+    """Return the block between the last hidden states and one of some layers, and what it gives; None without one."""
+    for parent in trace.model.modules():
+        parts = [m for m in parent.children() if trace.ran(m)]
+        first = [m for m in parts if is_linear(m) and same(trace.inputs[m], x)]
+        norms = [m for m in parts if is_norm(m)]
+        if len(first) != 1 or len(norms) != 1 or trace.names[parent] == "":
+            continue
+        y = trace.output(norms[0])
+        if not any(same(trace.inputs[m], y) for m in last):
+            continue
+        given = trace.output(first[0]).float()
+        for name in activations_of(parent):
+            if distance(activate(name, given), trace.inputs[norms[0]]) <= tolerance(x):
+                norm = match_norm(trace, norms[0])
+                return HeadBlockPlan(linear_plan(first[0]), name, norm), y
+    return None
+
+
+def _head(
+    trace: Trace, config: Config, x: Tensor
+) -> tuple[LinearPlan | None, HeadBlockPlan | None, float, float]:
+    """Return the head, the block before it, the factor on its output and the soft cap."""
     logits = _logits(trace)
     if logits is None or same(logits, x):
-        return None, 1.0, 0.0
-    for _, module in linears(trace.model, trace):
-        if same(trace.inputs[module], x) and trace.outputs[module].numel() == logits.numel():
-            break
-    else:
+        return None, None, 1.0, 0.0
+    last = [m for _, m in linears(trace.model, trace) if trace.outputs[m].numel() == logits.numel()]
+    before = 1.0 / float(config.get("logits_scaling", default=1.0))  # MiniCPM 3
+    scaled = [
+        m
+        for m in last
+        if getattr(m, "bias", None) is None
+        and distance(x.float() * before, trace.inputs[m]) <= tolerance(x) / 4
+    ]
+    plain = [m for m in last if same(trace.inputs[m], x)]
+    found = None if plain or scaled else _head_block(trace, last, x)
+    block, x = (None, x) if found is None else found
+    plain = plain or [m for m in last if same(trace.inputs[m], x)]
+    if not plain and not scaled:
         raise MatchError("", "has no linear layer from the last hidden states to its output")
+    module = (plain or scaled)[0]
+    before = 1.0 if plain else before
     given = trace.output(module)
     expected = logits.reshape(given.shape).float()
     cap = float(config.get("final_logit_softcapping", default=0.0))
@@ -731,7 +765,7 @@ def _head(trace: Trace, config: Config, x: Tensor) -> tuple[LinearPlan | None, f
         raise trace.error(
             module, "is followed by something that is neither a factor nor a soft cap"
         )
-    return linear_plan(module), factor, cap
+    return linear_plan(module), block, factor * before, cap
 
 
 def _positions(config: Config) -> int:
@@ -795,7 +829,7 @@ def _whole(
     entry = _entry(trace, config, decoder, modules, table, h)
     rows, layers = match_token_rows(trace, config, decoder, others, modules, table, layers, h)
     norm, projection, x = _last(trace, decoder, modules, table, carried, x)
-    head, factor, cap = _head(trace, config, x)
+    head, block, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
     return DecoderPlan(
         decoder=decoder,
@@ -813,6 +847,7 @@ def _whole(
         output_projection=projection,
         position_embedding=entry.positions,
         position_offset=entry.offset,
+        head_block=block,
         logit_scale=factor,
         logit_softcap=cap,
         token_rows=rows,

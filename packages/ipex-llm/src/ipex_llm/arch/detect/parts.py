@@ -201,7 +201,8 @@ def match_ropes(
         plans.append(RopePlan(name, dim, base, scaling or None, True, trained))
     if shared:
         plans = _agree(trace, attention, plans, shared)
-    return [variant for plan in plans for variant in (plan, dataclasses.replace(plan, half=False))]
+    pairs = [variant for plan in plans for variant in (plan, dataclasses.replace(plan, half=False))]
+    return [*pairs, *(dataclasses.replace(plan, turn=-1) for plan in plans)]
 
 
 def _agree(

@@ -134,7 +134,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         return type(plan), plan.conv.bias is None, norm, groups, *delta, *order
     rope = plan.rope
     return (
-        None if rope is None else (rope.kind, rope.half),
+        None if rope is None else (rope.kind, rope.half, rope.turn),
         plan.alibi_slopes is None,
         plan.window >= 0,
         plan.softcap > 0,
