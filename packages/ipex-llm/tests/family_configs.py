@@ -82,6 +82,7 @@ _MLA = {
 }
 
 
+_INDEX = {"index_topk": 96, "index_head_dim": 16, "index_n_heads": 4}
 _EXPERT_NAMES = (
     *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
     *("first_k_dense_replace", "n_group", "topk_group"),
@@ -351,6 +352,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
+    # As many keys as the indexer chooses: beyond, the stock forward runs.
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**BASE, **_MLA, **_INDEX, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {
+            **BASE,
+            **FOUR_LAYERS,
+            **_MLA,
+            **_INDEX,
+            "n_group": 1,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+    ),
     "glm4_moe_lite": ("Glm4MoeLite", {**BASE, **_MLA, "n_group": 1}),
     # Hidden states divided before the head, factors on embeddings and blocks, dense blocks behind latent attention.
     "minicpm3": (

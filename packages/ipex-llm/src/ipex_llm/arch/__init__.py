@@ -512,6 +512,8 @@ class DecoderPlan:
     vocab_size: int
     max_positions: int
     attention_chunk: int = 0  # places; in some layers, tokens do not see earlier chunks
+    #: Beyond `attention_chunk` an indexer chooses the keys of each query (DeepSeek V3.2); its own keys are not cached.
+    indexed: bool = False
     embedding_scale: float = 1.0
     embedding_norm: NormPlan | None = None
     embedding_projection: LinearPlan | None = None  # OPT's project_in

@@ -191,9 +191,13 @@ class DecoderMixin(nn.Module):
             tell(f"{type(self).__name__}: runs its own forward: {why}")
         cache = given_cache(kwargs)
         state = state_of_cache(cache)
-        if state is not None and state.cache.has_states:
-            # The states of recurrent layers are in a form of their own, which the stock forward does not know.
-            if not give_up(cache, getattr(self, "config", None)):
+        own = self.__dict__[KEY].runner
+        indexed = own is not None and own.plan.indexed
+        if state is not None and (state.cache.has_states or indexed):
+            # The states of recurrent layers are in a form of their own, which the stock forward does not know. The
+            # keys of indexers were not kept.
+            lost = indexed and state.length > 0
+            if lost or not give_up(cache, getattr(self, "config", None)):
                 raise NotImplementedError(
                     f"{type(self).__name__}: a call with a cache must go on as it began, got {why}: pass"
                     " use_cache=False, or begin again without a cache"
@@ -213,6 +217,9 @@ class DecoderMixin(nn.Module):
         first = ids if embeds is None else embeds
         assert first is not None
         batch, count = first.shape[:2]
+        cached = given_cache(kwargs) is not None or _option(self, kwargs, "use_cache", True)
+        if runner.plan.indexed and cached and state_of_cache(given_cache(kwargs)) is None:
+            raise Reason("a cache has the keys of its indexers, too")
         cache, state = _cache_of(self, runner, kwargs, batch, count)
         if 0 < runner.plan.attention_chunk < state.length + count:
             raise Reason(f"it is longer than a chunk of attention, {runner.plan.attention_chunk}")

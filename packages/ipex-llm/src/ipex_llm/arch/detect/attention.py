@@ -18,7 +18,16 @@ from torch import nn
 
 from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
 from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes, with_factor
-from ipex_llm.arch.detect.trace import Config, Trace, distance, is_norm, linears, same, settle
+from ipex_llm.arch.detect.trace import (
+    LENGTH,
+    Config,
+    Trace,
+    distance,
+    is_norm,
+    linears,
+    same,
+    settle,
+)
 from ipex_llm.arch.reference import attend, rotate, with_shared_rows
 
 Tensor = torch.Tensor
@@ -538,6 +547,21 @@ def is_latent(attention: nn.Module) -> bool:
     return _named(attention, _DOWN) is not None and _named(attention, _UP) is not None
 
 
+def indexer_of(trace: Trace, attention: nn.Module) -> nn.Module | None:
+    """Return the part of an attention that chooses the keys of each query (DeepSeek V3.2), or None.
+
+    Raises:
+        MatchError: It is not known up to how many keys it chooses all.
+    """
+    found = getattr(attention, "indexer", None)
+    if not isinstance(found, nn.Module):
+        return None
+    most = getattr(found, "index_topk", None)
+    if not isinstance(most, int) or most < LENGTH:
+        raise trace.error(attention, "has an indexer, which chooses the keys of each query")
+    return found
+
+
 def match_latent(
     trace: Trace, config: Config, decoder: nn.Module, attention: nn.Module, index: int
 ) -> AttentionPlan:
@@ -546,11 +570,11 @@ def match_latent(
     Raises:
         MatchError: A part is not understood, or no candidate gives what the module gave.
     """
-    if isinstance(getattr(attention, "indexer", None), nn.Module):  # DeepSeek V3.2
-        raise trace.error(attention, "has an indexer, which chooses the keys of each query")
     down: Any = _named(attention, _DOWN)
     up: Any = _named(attention, _UP)
-    parts = [module for _, module in linears(attention, trace)]
+    aside = indexer_of(trace, attention)
+    inside = set() if aside is None else set(aside.modules())
+    parts = [module for _, module in linears(attention, trace) if module not in inside]
     source = trace.input(down)
     gates = [m for n, m in attention.named_children() if _GATE.match(n) and m in parts]
     gates = [m for m in gates if same(trace.input(m), source)]

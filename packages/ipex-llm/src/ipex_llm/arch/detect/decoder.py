@@ -768,8 +768,8 @@ def _head(
     return linear_plan(module), block, factor * before, cap
 
 
-def _positions(config: Config) -> int:
-    """Return how many positions the plan holds for."""
+def _positions(config: Config, limit: int) -> int:
+    """Return how many positions the plan holds for, if attention changes behind a limit (0: it does not)."""
     most = int(
         config.get(
             "max_position_embeddings",
@@ -780,13 +780,19 @@ def _positions(config: Config) -> int:
             default=2048,
         )
     )
-    return min(most, _chunk(config) or most)
+    return min(most, limit or most)
 
 
 def _chunk(config: Config) -> int:
     """Return how many positions the layers with chunked attention see at most, 0 without such layers."""
     kinds = config.get("layer_types", default=["chunked_attention"])
     return int(config.get("attention_chunk_size", default=0)) * ("chunked_attention" in kinds)
+
+
+def _indexed(decoder: nn.Module) -> int:
+    """Return up to how many keys all indexers of a decoder choose all, 0 without indexers."""
+    found = [getattr(module, "indexer", None) for module in decoder.modules()]
+    return min((int(one.index_topk) for one in found if isinstance(one, nn.Module)), default=0)  # type: ignore[arg-type]
 
 
 def match_decoder(trace: Trace) -> DecoderPlan:
@@ -831,6 +837,8 @@ def _whole(
     norm, projection, x = _last(trace, decoder, modules, table, carried, x)
     head, block, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
+    indexed = _indexed(decoder)
+    limit = indexed or _chunk(config)
     return DecoderPlan(
         decoder=decoder,
         embedding=table,
@@ -839,8 +847,9 @@ def _whole(
         head=head,
         hidden_size=h.shape[-1],
         vocab_size=weight.shape[0],
-        max_positions=_positions(config),
-        attention_chunk=_chunk(config),
+        max_positions=_positions(config, limit),
+        attention_chunk=limit,
+        indexed=indexed > 0,
         embedding_scale=entry.scale,
         embedding_norm=entry.norm,
         embedding_projection=entry.projection,
