@@ -77,8 +77,8 @@ inline constexpr int64_t kRecurrenceColumns = 64;
 inline constexpr int64_t kVarlenChannels = 64;
 inline constexpr int64_t kVarlenMaxTaps = 64;
 
-// Bytes of working memory of a task: a block of the state, a query, two keys, two rows of decays and
-// a key times decays; a history.
+// Bytes of working memory of a task: a block of the state, a query, two keys, two rows of decays
+// and a key times decays; a history.
 inline int64_t recurrence_scratch_bytes(int64_t width) {
   const int64_t rows = (width + 15) / 16 * 16;
   return static_cast<int64_t>(sizeof(float)) * (rows * kRecurrenceColumns + 6 * rows);

@@ -657,7 +657,9 @@ def _as_cached(trace: Trace, config: Config, plan: AttentionPlan, index: int) ->
     halves = turned.unflatten(1, (-1, 2)).transpose(1, 2)
     if distance(turned, kept) <= distance(halves, kept):
         return plan
-    return _in_halves(dataclasses.replace(plan, rope=dataclasses.replace(rope, half=True)), rope.dim)
+    return _in_halves(
+        dataclasses.replace(plan, rope=dataclasses.replace(rope, half=True)), rope.dim
+    )
 
 
 def _candidates(

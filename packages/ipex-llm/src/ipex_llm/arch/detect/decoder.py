@@ -705,7 +705,9 @@ def _is_head(trace: Trace, module: nn.Module, table: nn.Module) -> bool:
     return logits is not None and width == logits.shape[-1] and width != table_width
 
 
-def _head_block(trace: Trace, last: list[nn.Module], x: Tensor) -> tuple[HeadBlockPlan, Tensor] | None:
+def _head_block(
+    trace: Trace, last: list[nn.Module], x: Tensor
+) -> tuple[HeadBlockPlan, Tensor] | None:
     """Return the block between the last hidden states and one of some layers, and what it gives; None without one."""
     for parent in trace.model.modules():
         parts = [m for m in parent.children() if trace.ran(m)]

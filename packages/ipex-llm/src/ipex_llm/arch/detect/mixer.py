@@ -44,7 +44,9 @@ _PARTS = tuple(
     re.compile(rf"(^|_)({name})(_proj)?$") for name in ("qkv", "q", "k", "v", "z|g", "b", "a")
 )
 #: Projections of a gated delta net with a step for each key; gates and steps may be of low rank (Kimi Linear).
-_EACH = tuple(re.compile(rf"(^|\.)({name})_proj$") for name in ("q", "k", "v", "g|g_a", "b", "f|f_a"))
+_EACH = tuple(
+    re.compile(rf"(^|\.)({name})_proj$") for name in ("q", "k", "v", "g|g_a", "b", "f|f_a")
+)
 
 
 def _convolution(module: nn.Module) -> nn.Conv1d | None:
@@ -87,7 +89,9 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
         raise trace.error(module, "scales the input of a projection with a bias")
     rows = getattr(own, "mup_vector", None)  # of what the projection gives
     if owner is not None:
-        candidates: Iterator[MixerPlan] = _deltas_of_keys(own, owner, inner, ups, outer[0], expected)
+        candidates: Iterator[MixerPlan] = _deltas_of_keys(
+            own, owner, inner, ups, outer[0], expected
+        )
     elif any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
         candidates = _recurrences(config, own, inner, outer[0], expected.shape[-1])
     else:

@@ -238,7 +238,9 @@ def _shrink(config: Any, unknown: bool) -> None:
                 new = value % VOCAB
             elif name == "n_group":
                 new = 2
-        elif name == "index_topk":  # fewer keys are all chosen, and only so many are computed by programs
+        elif (
+            name == "index_topk"
+        ):  # fewer keys are all chosen, and only so many are computed by programs
             new = min(value, 40)
         elif name == "num_expert_group":  # what `n_group` is called in files of Kimi and Ling
             new = 2

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with narrow values, gates of heads, indexers, and other rotations: caches and limits.
+
+The matrix of families compares logits and tokens; here are calls that go on with a cache, and what is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import CAUSAL, build, tokens
+
+import ipex
+from ipex.llm import Engine, SamplingParams
+from ipex_llm.arch.detect import match
+from ipex_llm.records import record_of
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+NAMES = [n for n in ("laguna", "mimo_v2_flash", "minicpm3", "nanochat") if n in CAUSAL]
+INDEXED = [n for n in ("deepseek_v32", "glm_moe_dsa") if n in CAUSAL]
+
+
+def optimized(name: str) -> Any:
+    fast = ipex.llm.optimize(build(name), dtype=torch.float32)
+    assert record_of(fast).runner is not None, str(ipex.explain(fast))
+    return fast
+
+
+def cache_of(result: Any) -> dict[str, Any]:
+    cache = getattr(result, "cache", None)
+    return {"past_key_values": result.past_key_values} if cache is None else {"cache": cache}
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stock_forward_goes_on_with_the_same_cache(name: str) -> None:
+    model, fast, ids = build(name), optimized(name), tokens(2, 19)
+    want = model(input_ids=ids, use_cache=False).logits
+    first = fast(input_ids=ids[:, :11], use_cache=True)
+    close(first.logits, want[:, :11])
+    # Attentions are what programs do not give.
+    second = fast(input_ids=ids[:, 11:15], **cache_of(first), output_attentions=True)
+    close(second.logits, want[:, 11:15])
+    third = fast(input_ids=ids[:, 15:], **cache_of(second))
+    close(third.logits, want[:, 15:])
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_as_many_tokens_as_an_indexer_chooses(name: str) -> None:
+    model, fast, ids = build(name), optimized(name), tokens(1, 12)
+    plan = match(model)
+    assert plan.indexed
+    assert plan.max_positions == plan.attention_chunk == 96
+    options = {"do_sample": False, "pad_token_id": 0}
+    for new in (40, 100):  # the second one goes beyond
+        found = fast.generate(ids, max_new_tokens=new, **options)
+        assert torch.equal(found, model.generate(ids, max_new_tokens=new, **options))
+    longer = tokens(1, 120)
+    close(fast(input_ids=longer, use_cache=False).logits, model(input_ids=longer).logits)
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_caches_have_the_keys_of_indexers(name: str) -> None:
+    model, fast, ids = build(name), optimized(name), tokens(1, 120)
+    want = model(input_ids=ids, use_cache=False).logits
+    first = fast(input_ids=ids[:, :50], use_cache=True)
+    second = fast(input_ids=ids[:, 50:], **cache_of(first))
+    close(torch.cat([first.logits, second.logits], 1), want)
+    # Our own loop has kept no keys of indexers: its cache goes on as long as all are chosen.
+    options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    made = fast.generate(ids[:, :8], max_new_tokens=4, **options)
+    place, given = torch.tensor([[11]]), made.sequences[:, -1:]
+    step = fast(input_ids=given, **cache_of(made), position_ids=place)
+    close(step.logits[:, -1], model(input_ids=made.sequences, use_cache=False).logits[:, -1])
+    with pytest.raises(NotImplementedError, match="must go on as it began"):
+        fast(input_ids=ids[:, :100], **cache_of(step))
+
+
+@pytest.mark.parametrize("name", INDEXED[:1])
+def test_the_engine_takes_as_many_tokens(name: str) -> None:
+    model = build(name)
+    engine = Engine(optimized(name), max_num_seqs=2, num_blocks=24)
+    assert engine.max_model_len == 96
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (20, 33)]
+    found = engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    for prompt, output in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert output.tokens == want[0, len(prompt) :].tolist()
