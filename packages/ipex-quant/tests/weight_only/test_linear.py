@@ -493,6 +493,13 @@ def test_combine(dtype: D) -> None:
     shuffled = combine_linears([a, b, c], order)
     assert shuffled is not None
     close(run(*shuffled, x, 80), whole[:, order], 1e-5)
+    twice = torch.cat([order, order[:16]])  # outputs may come more than once
+    longer = combine_linears([a, b, c], twice)
+    assert longer is not None
+    close(run(*longer, x, 96), whole[:, twice], 1e-5)
+    for wrong, text in ((order.view(8, 10), "be 1-D"), (order + 1, r"be in \[0, 80\)")):
+        with pytest.raises(OpArgumentError, match=text):
+            combine_linears([a, b, c], wrong)
 
 
 @pytest.mark.parametrize("n", [32, 40])

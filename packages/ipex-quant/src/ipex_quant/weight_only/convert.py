@@ -328,8 +328,8 @@ def combine_linears(
 
     Args:
         linears: The layers; all have a weight and the same ``in_features``.
-        order: int64 ``[sum of out_features]``: output i of the result is output ``order[i]`` of the row of layers. None
-            for their own order.
+        order: int64 ``[n]``: output i of the result is output ``order[i]`` of the row of layers; outputs may come more
+            than once. None for their own order.
         gate: The two layers, or the halves of one, are a gate and an up projection: rows come in the order that ops
             with an argument ``gate`` take (`ipex_core.woq.interleave_gate_up`). Not together with ``order``.
         codes_order: Order of the codes in memory, ``"dot"`` or ``"vnni"``; None for the one that the modes of the
@@ -373,7 +373,9 @@ def combine_linears(
         zeros = None if zeros is None else _interleave(zeros, rows // 2)
         bias = None if bias is None else _interleave(bias, rows // 2)
     elif order is not None:
-        check(list(order.shape) == [rows], op, "order", f"have shape [{rows}]", list(order.shape))
+        check(order.dim() == 1, op, "order", "be 1-D", f"{order.dim()}-D")
+        inside = bool(((order >= 0) & (order < rows)).all())
+        check(inside, op, "order", f"be in [0, {rows})", order.tolist())
         codes, scales = _take(codes, order), _take(scales, order)
         zeros = None if zeros is None else zeros[order]
         bias = None if bias is None else bias[order]
