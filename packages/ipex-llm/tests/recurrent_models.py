@@ -91,10 +91,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "BailingHybrid",
         {**_LATENT, "head_dim": 16, "n_group": 2, "topk_group": 1, "q_lora_rank": 24},
     ),
-    "bailing_hybrid_unbound": (
-        "BailingHybrid",
-        {**_LATENT, "head_dim": 16, "n_group": 2, "topk_group": 2, "kda_safe_gate": False},
-    ),
     # A gate for each head, windows, norms behind the blocks.
     "lfm3": (
         "Lfm3",

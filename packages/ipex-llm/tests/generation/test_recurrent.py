@@ -14,7 +14,7 @@ from families import VOCAB
 from recurrent_models import NAMES, build
 
 import ipex
-from ipex_llm.arch import DeltaPlan, ScanPlan
+from ipex_llm.arch import AttentionPlan, DeltaPlan, ScanPlan
 from ipex_llm.arch.detect import MatchError, match
 from ipex_llm.arch.reference import verify
 from ipex_llm.kv_cache import PagedCache, Sequences, StateShape
@@ -70,6 +70,34 @@ def test_strength_of_the_delta_rule() -> None:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.allow_neg_eigval = False
     assert [a.strength for a in _deltas(model)] == [1.0] * 3
+
+
+@pytest.mark.skipif("bailing_hybrid" not in NAMES, reason="newer than this transformers")
+@torch.no_grad()
+def test_bounds_of_decays() -> None:
+    model = build("bailing_hybrid")
+    assert [(a.each, a.opening, a.lowest) for a in _deltas(model)] == [(True, "sigmoid", -5.0)] * 3
+    attention = match(model).layers[1].attention
+    assert isinstance(attention, AttentionPlan) and attention.gated == "heads"
+    for layer in model.model.layers:
+        if hasattr(layer.self_attn, "forget_gate"):
+            layer.self_attn.forget_gate.safe_gate = False
+    plan = match(model)
+    assert [a.lowest for a in _deltas(model)] == [0.0] * 3
+    assert verify(model, plan) < 1e-4
+
+
+@pytest.mark.skipif("kimi_linear" not in NAMES, reason="newer than this transformers")
+@torch.no_grad()
+def test_low_rank_gates_and_latents_without_rotation() -> None:
+    model = build("kimi_linear")
+    assert [(a.each, a.lowest, a.rank) for a in _deltas(model)] == [(True, 0.0, 16)] * 3
+    attention = match(model).layers[1].attention
+    assert isinstance(attention, AttentionPlan) and attention.latent is not None
+    assert attention.rope is None and attention.latent.common == 8
+    model.model.layers[0].self_attn.o_norm.activation = "tanh"
+    with pytest.raises(MatchError, match=r"layers\.0\.self_attn: \w+ computes something else"):
+        match(model)
 
 
 def _deltas(model: Any) -> list[DeltaPlan]:
