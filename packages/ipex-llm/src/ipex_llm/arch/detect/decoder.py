@@ -679,6 +679,8 @@ def _last(
                 raise trace.error(module, "is a second norm behind the last layer")
             norm, x = match_norm(trace, module), trace.output(module)
             break
+    else:
+        norm, x = _norm_of_both_ends(trace, others, norm, x)
     projection = None
     for module in others:
         if (
@@ -689,6 +691,21 @@ def _last(
             projection, x = linear_plan(module), trace.output(module)
             break
     return norm, projection, x
+
+
+def _norm_of_both_ends(
+    trace: Trace, others: list[nn.Module], norm: NormPlan | None, x: Tensor
+) -> tuple[NormPlan | None, Tensor]:
+    """Return the norm behind the layers that has run before them, too (nanochat), and what it gives of `x`."""
+    if norm is not None:
+        return norm, x
+    read = [trace.input(m) for _, m in linears(trace.model, trace)]
+    for module in others:
+        if is_norm(module) and trace.inputs[module].shape[-1] == x.shape[-1]:
+            y = module(x.unsqueeze(0))[0]
+            if any(same(y, one) for one in read):
+                return match_norm(trace, module), y
+    return None, x
 
 
 def _logits(trace: Trace) -> Tensor | None:
