@@ -92,4 +92,4 @@ def test_the_engine_takes_as_many_tokens(name: str) -> None:
     for prompt, output in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
         want = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-        assert output.tokens == want[0, len(prompt) :].tolist()
+        assert list(output.tokens) == want[0, len(prompt) :].tolist()
