@@ -380,9 +380,16 @@ def _delta_inputs(
     )
 
 
+#: Groups, heads, keys and values.
+_DELTA_SHAPES: tuple[tuple[int, int, int, int], ...] = (
+    *((1, 1, 1, 1), (2, 4, 16, 16), (2, 2, 24, 70)),
+    *((1, 3, 9, 5), (1, 2, 64, 128)),
+)
+
+
 def _delta_samples(dtype: torch.dtype) -> Iterator[Sample]:
     for counts in _TEXTS:
-        for shape in ((1, 1, 1, 1), (2, 4, 16, 16), (2, 2, 24, 70), (1, 3, 9, 5), (1, 2, 64, 128)):
+        for shape in _DELTA_SHAPES:
             if max(counts) > 20 and shape[3] > 70:
                 continue
             name = f"{'+'.join(map(str, counts))}x{'x'.join(map(str, shape))}"

@@ -355,8 +355,8 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
     rows = None if plan.token_rows is None else plan.token_rows.projection
     ends = () if plan.streams is None else (*plan.streams.first, *plan.streams.last)
-    block = None if plan.head_block is None else plan.head_block.linear
-    around = plan.embedding_projection, rows, *ends, plan.output_projection, block, plan.head
+    last = None if plan.head_block is None else plan.head_block.linear
+    around = plan.embedding_projection, rows, *ends, plan.output_projection, last, plan.head
     for linear in around:
         if linear is not None:
             yield (linear,), False

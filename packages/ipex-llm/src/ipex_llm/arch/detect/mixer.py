@@ -234,7 +234,8 @@ def _deltas_of_keys(
         for opening in ("sigmoid", "silu"):
             yield DeltaPlan(
                 *(linear_plan(*parts), linear_plan(output), conv, owner),
-                *(NormPlan("rms", norms[0], eps), groups, heads, keys // heads, width // heads),
+                NormPlan("rms", norms[0], eps),
+                *(groups, heads, keys // heads, width // heads),
                 each=True,
                 opening=opening,
                 lowest=lowest,
