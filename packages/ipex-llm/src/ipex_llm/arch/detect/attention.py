@@ -594,7 +594,11 @@ def match_latent(
     query = others[0] if len(others) == 2 else None
     rank = trace.input(up).shape[-1]
     rotary = trace.output(down).shape[-1] - rank
-    head_dim = sum(int(config.get(n, default=0)) for n in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    parts_of_head = "qk_nope_head_dim", "qk_rope_head_dim"  # which may differ among layers (dots3)
+    own_parts = [getattr(attention, n, None) for n in parts_of_head]
+    if None in own_parts:
+        own_parts = [config.get(n, default=0) for n in parts_of_head]
+    head_dim = sum(map(int, own_parts))
     queries = trace.output(first[0] if query is None else query).shape[-1]
     expected = trace.input(output)
     heads, odd = divmod(queries, max(head_dim, 1))

@@ -167,7 +167,10 @@ class Trace:
             yield
         except MatchError:
             raise
-        except (OverflowError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (
+            *(OverflowError, TypeError, ValueError, ZeroDivisionError),
+            RuntimeError,  # of values that differ among layers, asked of the whole configuration
+        ) as error:
             got = f"{type(error).__name__}: {error}"
             raise self.error(module, f"has a configuration that does not fit it, {got}") from error
 
