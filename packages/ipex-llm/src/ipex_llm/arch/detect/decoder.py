@@ -190,10 +190,11 @@ def match_layer(
         before = flow.giving(attention_in)
         flow.h = flow.h if before is None else trace.input(before)
     flow.mlp_norm = flow.giving(mlp_in)
-    if not same(attention_in, flow.h):
-        flow.input_norm = flow.giving(attention_in)
-        if flow.input_norm is None or not same(trace.inputs[flow.input_norm], flow.h):
-            raise trace.error(module, "reads neither the layer's input nor a norm of it")
+    before = flow.giving(attention_in)
+    if before is not None and same(trace.inputs[before], flow.h):  # which may be as it was (nanochat)
+        flow.input_norm = before
+    elif not same(attention_in, flow.h):
+        raise trace.error(module, "reads neither the layer's input nor a norm of it")
     after_attention, after_mlp = flow.reading(attention_out), flow.reading(mlp_out)
     if after_attention is not None:
         flow.attention = trace.output(after_attention)
