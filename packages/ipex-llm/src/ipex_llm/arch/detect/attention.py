@@ -595,7 +595,7 @@ def match_latent(
     rank = trace.input(up).shape[-1]
     rotary = trace.output(down).shape[-1] - rank
     parts_of_head = "qk_nope_head_dim", "qk_rope_head_dim"  # which may differ among layers (dots3)
-    own_parts = [getattr(attention, n, None) for n in parts_of_head]
+    own_parts: list[Any] = [getattr(attention, n, None) for n in parts_of_head]
     if None in own_parts:
         own_parts = [config.get(n, default=0) for n in parts_of_head]
     head_dim = sum(map(int, own_parts))
