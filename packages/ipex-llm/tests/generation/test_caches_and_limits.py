@@ -13,8 +13,12 @@ import torch
 from families import CAUSAL, build, tokens
 
 import ipex
+import ipex_core
 from ipex.llm import Engine, SamplingParams
-from ipex_llm.arch.detect import match
+from ipex_core.errors import OpArgumentError
+from ipex_llm.arch.detect import MatchError, match
+from ipex_llm.distributed.group import TensorParallel
+from ipex_llm.distributed.shard import check_shards
 from ipex_llm.records import record_of
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -93,3 +97,34 @@ def test_the_engine_takes_as_many_tokens(name: str) -> None:
         ids = torch.tensor([prompt])
         want = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert list(output.tokens) == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n == "mimo_v2_flash"])
+def test_layers_with_narrow_values_have_no_program_of_their_own(name: str) -> None:
+    fast = ipex.llm.optimize(build(name), dtype=torch.float32, depth=2)
+    rows = [row for row in ipex_core.explain(fast).rows if row.step == "layer"]
+    assert {row.text for row in rows} == {"its values are narrower than its keys"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mimo_v2_flash", "got narrower values"),
+        ("laguna", "got gated attention"),
+        ("modernbert_decoder", "no block before its head to be divided"),
+    ],
+)
+def test_is_not_divided(name: str, text: str) -> None:
+    if name not in CAUSAL:
+        pytest.skip("newer than this transformers")
+    ranks = TensorParallel(None, 0, 2, None, 1.0, "")
+    with pytest.raises(OpArgumentError, match=text):
+        check_shards(match(build(name)), ranks, (1,))
+
+
+@pytest.mark.parametrize("name", INDEXED[:1])
+def test_an_indexer_of_unknown_size_is_named(name: str) -> None:
+    model = build(name)
+    model.model.layers[1].self_attn.indexer.index_topk = 5  # fewer than the tokens of a match
+    with pytest.raises(MatchError, match=r"layers\.1\.self_attn: has an indexer, which chooses"):
+        match(model)
