@@ -67,15 +67,19 @@ IPEX_INLINE f32v decay_of(const RecurrenceArgs& args, int64_t head, f32v step) {
   return decay2(min(set1(args.most), max(set1(args.least), softplus(step))) * (a * set1(kLog2E)));
 }
 
-// The decays of all keys before a row.
+// The decays of all keys before the head of a row: once, as tasks have some columns of a head.
 template <class T>
-void read_decays(const RecurrenceArgs& args, int64_t row, int64_t head, float* to) {
-  const int64_t at = row * args.step.row + head * args.step.head;
-  const float* bias = args.bias + head * args.width;
-  for (int64_t i = 0; i < args.width; i += kLanes) {
-    const int64_t n = least(kLanes, args.width - i);
-    const f32v step = load_either<T>(args.step.data, args.step.is_f32, at + i, n);
-    store(to + i, decay_of(args, head, step + load_n(bias + i, n)));
+IPEX_INLINE void read_decays(const RecurrenceArgs& args, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t head = r % args.heads;
+    const int64_t at = r / args.heads * args.step.row + head * args.step.head;
+    const float* bias = args.bias + head * args.width;
+    float* to = args.decays + r * args.width;
+    for (int64_t i = 0; i < args.width; i += kLanes) {
+      const int64_t n = least(kLanes, args.width - i);
+      const f32v step = load_either<T>(args.step.data, args.step.is_f32, at + i, n);
+      store_n(to + i, decay_of(args, head, step + load_n(bias + i, n)), n);
+    }
   }
 }
 
@@ -113,9 +117,8 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
   float* query = block + padded * kRecurrenceColumns;
   float* key = query + padded;
   float* next = key + padded;
-  float* decays = next + padded;
-  float* later = decays + padded;
-  float* weighted = later + padded;  // a key times decays: what it finds in a state before them
+  float* weighted = next + padded;  // a key times decays: what it finds in a state before them
+  const float* decays = kEach ? args.decays + (first * args.heads + head) * width : nullptr;
   float* own =
       args.state + ((args.texts.slots[text] * args.heads + head) * width) * args.size + column;
   // For a row or two the state is advanced where it lies.
@@ -130,7 +133,6 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
   f32v known[kVecs], added[kVecs], y[kVecs];
   for (int j = 0; j < kVecs; ++j) known[j] = zero();
   read_row(row_of<T>(args.key, first, group), width, args.normalize, 1.0f, key);
-  if constexpr (kEach) read_decays<T>(args, first, head, decays);
   if (args.delta && !begins) {
     for (int64_t i = 0; i < width; ++i) {
       const f32v k = set1(kEach ? key[i] * decays[i] : key[i]);
@@ -163,11 +165,9 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
     if (more) read_row(row_of<T>(args.key, t + 1, group), width, args.normalize, 1.0f, next);
     const float* finds = next;
     if constexpr (kEach) {
-      if (more) {
-        read_decays<T>(args, t + 1, head, later);
-        for (int64_t i = 0; i < width; i += kLanes)
-          store(weighted + i, load(next + i) * load(later + i));
-      }
+      const float* later = decays + args.heads * width;
+      for (int64_t i = 0; more && i < width; i += kLanes)
+        store(weighted + i, load(next + i) * load_n(later + i, least(kLanes, width - i)));
       finds = weighted;
     }
     if (args.delta && more)
@@ -177,7 +177,7 @@ void columns(const RecurrenceArgs& args, int64_t text, int64_t head, int64_t col
       advance<kVecs, false, kEach>(state, row, width, decay, decays, key, query, finds, added, y,
                                    known);
     std::swap(key, next);
-    std::swap(decays, later);
+    if constexpr (kEach) decays += args.heads * width;
     T* to = out + (t * args.heads + head) * args.size + column;
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) {
@@ -380,6 +380,9 @@ IPEX_INLINE void convolutions(const VarlenConvArgs& args, int64_t begin, int64_t
 }  // namespace ipex
 
 #define IPEX_DEFINE_LINEAR_ATTENTION(suffix, T)                                                 \
+  void ipex_k_decays_##suffix(const ipex::RecurrenceArgs* args, int64_t begin, int64_t end) {   \
+    ipex::read_decays<T>(*args, begin, end);                                                    \
+  }                                                                                             \
   void ipex_k_recurrence_##suffix(const ipex::RecurrenceArgs* args, int64_t begin, int64_t end, \
                                   char* scratch) {                                              \
     ipex::recurrence<T>(*args, begin, end, scratch);                                            \

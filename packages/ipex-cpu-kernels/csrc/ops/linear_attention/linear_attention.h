@@ -41,7 +41,8 @@ struct RecurrenceArgs {
   float scale, least, most;
   float lowest;  // below zero: logarithms of decays are this times a sigmoid
   bool delta, normalize;
-  bool each;  // `step` has K numbers for each row and head, side by side
+  bool each;      // `step` has K numbers for each row and head, side by side
+  float* decays;  // [T][H][K], with `each`: what the kernel of decays gives
 };
 
 // The selective scan of Mamba: channels decay at rates of their own.
@@ -77,11 +78,11 @@ inline constexpr int64_t kRecurrenceColumns = 64;
 inline constexpr int64_t kVarlenChannels = 64;
 inline constexpr int64_t kVarlenMaxTaps = 64;
 
-// Bytes of working memory of a task: a block of the state, a query, two keys, two rows of decays
-// and a key times decays; a history.
+// Bytes of working memory of a task: a block of the state, a query, two keys and a key times
+// decays; a history.
 inline int64_t recurrence_scratch_bytes(int64_t width) {
   const int64_t rows = (width + 15) / 16 * 16;
-  return static_cast<int64_t>(sizeof(float)) * (rows * kRecurrenceColumns + 6 * rows);
+  return static_cast<int64_t>(sizeof(float)) * (rows * kRecurrenceColumns + 4 * rows);
 }
 // A block of the state and of A, and rows of B and C.
 inline int64_t selective_scratch_bytes(int64_t width) {
@@ -94,10 +95,13 @@ inline int64_t varlen_conv_scratch_bytes(int64_t taps) {
 
 }  // namespace ipex
 
+// decays: rows and their heads [begin, end), counted through rows.
 // recurrence: blocks of kRecurrenceColumns values [begin, end), counted through texts and heads.
 // selective: blocks of kRecurrenceColumns channels [begin, end), counted through texts.
 // conv: blocks of kVarlenChannels channels [begin, end), counted through texts.
 #define IPEX_DECLARE_LINEAR_ATTENTION(suffix)                                                      \
+  IPEX_KERNEL_API void ipex_k_decays_##suffix(const ipex::RecurrenceArgs* args, int64_t begin,     \
+                                              int64_t end);                                        \
   IPEX_KERNEL_API void ipex_k_recurrence_##suffix(const ipex::RecurrenceArgs* args, int64_t begin, \
                                                   int64_t end, char* scratch);                     \
   IPEX_KERNEL_API void ipex_k_selective_varlen_##suffix(                                           \

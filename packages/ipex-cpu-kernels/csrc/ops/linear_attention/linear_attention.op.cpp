@@ -18,6 +18,7 @@ constexpr char kSelective[] = "selective_scan_varlen";
 
 // One kernel for both, under the name of each.
 const auto delta_kernels = IPEX_KERNELS(kDelta, recurrence);
+const auto decay_kernels = IPEX_KERNELS(kDelta, decays);
 const auto scan_kernels = IPEX_KERNELS(kScan, recurrence);
 const auto selective_kernels = IPEX_KERNELS(kSelective, selective_varlen);
 const auto conv_kernels = IPEX_KERNELS(kConv, causal_conv1d_varlen);
@@ -191,6 +192,17 @@ Tensor run(const char* op, RecurrenceArgs args, const HeldTexts& held, const Ten
   args.width = query.size(2);
   args.size = value.size(2);
   const int64_t rows = value.size(0);
+  OptionalTensor decays;
+  if (args.each) {
+    const int64_t sizes[] = {rows, args.heads, args.width};
+    decays = new_contiguous(sizes, 3, ScalarType::Float);
+    args.decays = static_cast<float*>(decays->mutable_data_ptr());
+    decay_kernels.visit(value.scalar_type(), [&]<class T>(auto* kernel) {
+      // Two exponentials and a logarithm for each number take as long as a dozen products.
+      parallel_for(rows * args.heads, std::max<int64_t>(1, kGrain / (12 * args.width)),
+                   [&](int64_t begin, int64_t end) { kernel(&args, begin, end); });
+    });
+  }
   const int64_t blocks = (args.size + kRecurrenceColumns - 1) / kRecurrenceColumns;
   const int64_t tasks = args.texts.batch * args.heads * blocks;
   const int64_t block = std::min(args.size, kRecurrenceColumns) * args.width;
