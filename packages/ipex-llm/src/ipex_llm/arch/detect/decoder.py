@@ -191,7 +191,8 @@ def match_layer(
         flow.h = flow.h if before is None else trace.input(before)
     flow.mlp_norm = flow.giving(mlp_in)
     before = flow.giving(attention_in)
-    if before is not None and same(trace.inputs[before], flow.h):  # which may be as it was (nanochat)
+    # A norm may give what it reads (nanochat).
+    if before is not None and same(trace.inputs[before], flow.h):
         flow.input_norm = before
     elif not same(attention_in, flow.h):
         raise trace.error(module, "reads neither the layer's input nor a norm of it")
