@@ -28,6 +28,7 @@ def modules(request, monkeypatch):
     found = stand_in.install(monkeypatch, request.param)
     stand_in.use_our_platform(found)
     monkeypatch.setenv(ranks.VARIABLE, "nobind")
+    monkeypatch.setenv(ranks.BOUND, "")
     return found
 
 

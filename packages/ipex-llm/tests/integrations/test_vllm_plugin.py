@@ -739,6 +739,7 @@ def test_the_affinity_mask_and_the_reserve_of_the_user_count():
 def test_binding_is_left_to_the_user(monkeypatch, caplog):
     monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [[0, 1], [2, 3]][:count])
     monkeypatch.setenv(ranks.VARIABLE, "nobind")
+    monkeypatch.setenv(ranks.BOUND, "")
     ranks.bind(2)
     assert os.environ[ranks.VARIABLE] == "nobind"
     monkeypatch.setenv(ranks.VARIABLE, "auto")
@@ -748,6 +749,24 @@ def test_binding_is_left_to_the_user(monkeypatch, caplog):
     monkeypatch.delenv(ranks.VARIABLE)
     ranks.bind(3)
     assert os.environ[ranks.VARIABLE] == "nobind" and "3 ranks on this machine" in caplog.text
+
+
+def test_another_number_of_ranks_has_other_cores(modules, monkeypatch):
+    found = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}
+    monkeypatch.setattr(ranks, "cores_of_this_machine", found.__getitem__)
+    monkeypatch.setenv(ranks.VARIABLE, "auto")
+    monkeypatch.setenv(ranks.BOUND, "")
+    ranks.bind(1)
+    assert os.environ[ranks.VARIABLE] == "0,1,2,3"
+    monkeypatch.setattr(ranks, "cores_of_this_machine", lambda count: [[9]] * count)
+    ranks.bind(1)  # in a rank, which has fewer cores
+    assert os.environ[ranks.VARIABLE] == "0,1,2,3"
+    monkeypatch.setattr(ranks, "cores_of_this_machine", found.__getitem__)
+    ranks.bind(2)
+    assert os.environ[ranks.VARIABLE] == "0,1|2,3"
+    monkeypatch.setenv(ranks.VARIABLE, "5|6")  # of the user
+    ranks.bind(1)
+    assert os.environ[ranks.VARIABLE] == "5|6"
 
 
 # --- sums over ranks --------------------------------------------------------------------------------------------------

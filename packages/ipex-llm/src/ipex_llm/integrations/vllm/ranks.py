@@ -20,6 +20,9 @@ _log = logging.getLogger("ipex")
 
 #: vLLM's variable: "auto", "nobind", or lists of CPUs with a bar between ranks.
 VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+#: The number of ranks, and what `bind` has set it to for them: later engines, also of processes that this one starts,
+#: may have another number.
+BOUND = "_IPEX_VLLM_BIND"
 
 #: With as many cores as this for a rank, one of them is left to the scheduler and the server.
 _SPARE_FROM = 8
@@ -93,13 +96,16 @@ def bind(ranks: int) -> None:
     Args:
         ranks: Processes that compute on this machine, with all data-parallel replicas.
     """
-    if os.environ.get(VARIABLE, "auto") != "auto":
+    count, _, before = os.environ.get(BOUND, "").partition(" ")
+    given = os.environ.get(VARIABLE, "auto")
+    if given != "auto" and (given != before or count == str(ranks)):
         return
     found = cores_of_this_machine(ranks)
+    lists = "|".join(",".join(map(str, part)) for part in found)
+    os.environ[VARIABLE] = lists or "nobind"
+    os.environ[BOUND] = f"{ranks} {lists or 'nobind'}"
     if found:
-        os.environ[VARIABLE] = "|".join(",".join(map(str, part)) for part in found)
         return
-    os.environ[VARIABLE] = "nobind"
     _log.warning(
         "vLLM plug-in: %d ranks on this machine share its cores, of which there are fewer: they are not bound",
         ranks,
