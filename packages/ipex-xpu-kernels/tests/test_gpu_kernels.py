@@ -148,7 +148,7 @@ def test_attention_by_tiles(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("size", [24, 64, 104, 128])
 @pytest.mark.usefixtures("always")
 def test_attention_of_16_bits(dtype: torch.dtype, size: int) -> None:
-    """A GPU with joint_matrix takes attention_joint; scores that grow late, since its sums are scaled only then."""
+    """A GPU with joint_matrix takes its kernels for it; scores that grow late, since sums are scaled only then."""
     for heads, shared, queries, keys, causal in (
         (4, 2, 150, 150, True),
         (2, 2, 65, 333, False),
@@ -171,6 +171,36 @@ def test_attention_of_16_bits(dtype: torch.dtype, size: int) -> None:
         expected = F.scaled_dot_product_attention(*wide, attn_mask=bias, is_causal=causal)
         rtol, atol = TOLERANCE[dtype]
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=2 * atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("left", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("right", [False, True], ids=["rows", "columns"])
+@pytest.mark.usefixtures("always")
+def test_products_of_16_bits(dtype: torch.dtype, left: bool, right: bool) -> None:
+    """A GPU with joint_matrix takes its tiles, of which these sizes fill some in part."""
+    for batch, m, n, k in ((1, 128, 256, 64), (3, 264, 136, 72), (1, 16, 24, 2048), (2, 40, 520, 8)):
+        a = rand(batch, k, m, dtype=dtype).mT if left else rand(batch, m, k, dtype=dtype)
+        b = rand(batch, n, k, dtype=dtype).mT if right else rand(batch, k, n, dtype=dtype)
+        c = rand(n, dtype=dtype)
+        for beta, alpha in ((0.0, 1.0), (1.0, 1.0), (-0.5, 2.0)):
+            actual = torch.baddbmm(c.to("xpu"), a.to("xpu"), b.to("xpu"), beta=beta, alpha=alpha)
+            expected = alpha * (a.double() @ b.double()) + beta * c.double()
+            rtol, atol = TOLERANCE[dtype]
+            scale = atol * k**0.5
+            torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("always")
+def test_products_into_strides(dtype: torch.dtype) -> None:
+    """Results whose rows do not begin at eight bytes, and results by columns."""
+    a, b = rand(72, 64, dtype=dtype), rand(64, 88, dtype=dtype)
+    expected = (a.double() @ b.double()).to(dtype)
+    for whole in (torch.empty(72, 91, dtype=dtype), torch.empty(91, 72, dtype=dtype).T):
+        out = whole.to("xpu")[:, 1:89] if whole.is_contiguous() else whole.T.to("xpu").T[:, :88]
+        torch.mm(a.to("xpu"), b.to("xpu"), out=out)
+        close(out, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -257,7 +257,8 @@ struct Row {
   }
 };
 
-// The values of a row: each(f) calls f(i, value), put(y, f) makes y[i] of f(i, value).
+// The values of a row: each(f) calls f(i, value), put(y, f) makes y[i] of f(i, value), and put(y,
+// a, b, no_a, no_b, f) of f(value, a[i], b[i]), where a and b may be null.
 template <typename T>
 struct Plain {
   Row row;
@@ -270,6 +271,12 @@ struct Plain {
   template <typename F>
   void put(T* y, F f) const {
     row.each([&](unsigned long i) { store(y, i, f(i, load(x, i))); });
+  }
+  template <typename W, typename F>
+  void put(T* y, const W* a, const W* b, float no_a, float no_b, F f) const {
+    row.each([&](unsigned long i) {
+      store(y, i, f(load(x, i), a ? load(a, i) : no_a, b ? load(b, i) : no_b));
+    });
   }
 };
 
@@ -308,6 +315,36 @@ struct InRegisters {
       for (int j = 0; j < kCount; ++j) result.set(j, f(i + j, parts[part].get(j)));
       store_wide(y + i, result);
     });
+  }
+  template <typename W, typename F>
+  IPEX_INLINE void put(T* y, const W* a, const W* b, float no_a, float no_b, F f) const {
+    each_part([&](int part, unsigned long i) IPEX_INLINE {
+      float factors[kCount];
+      float addends[kCount];
+      load_some(factors, a, i, no_a);
+      load_some(addends, b, i, no_b);
+      Wide<T> result{};
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) result.set(j, f(parts[part].get(j), factors[j], addends[j]));
+      store_wide(y + i, result);
+    });
+  }
+  // Numbers that all rows share, 16 bytes at a time.
+  template <typename W>
+  static IPEX_INLINE void load_some(float (&numbers)[kCount], const W* x, unsigned long i,
+                                    float none) {
+    if (x != nullptr && aligned(x)) {
+      constexpr int kEach = Wide<W>::count < kCount ? Wide<W>::count : kCount;
+#pragma unroll
+      for (int first = 0; first < kCount; first += kEach) {
+        const Wide<W> wide = load_wide(x + i + first);
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) numbers[first + j] = wide.get(j);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) numbers[j] = x != nullptr ? load(x, i + j) : none;
+    }
   }
 };
 #endif

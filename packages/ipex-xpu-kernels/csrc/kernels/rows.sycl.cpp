@@ -12,11 +12,12 @@ constexpr unsigned long kPowers = 8192;
 sycl::ext::oneapi::experimental::work_group_static<float[kPowers]> powers_of_row;
 #endif
 
-// Of rows of T, on a GPU by its own instruction where the result is rounded to 16 bits.
+// Of rows of T, on a GPU by its own instruction where the result is rounded to 16 bits; not by
+// sycl::native::exp, which may be a call.
 template <typename T>
 IPEX_INLINE inline float power(float value) {
 #ifdef IPEX_GPU
-  if constexpr (sizeof(T) == 2) return sycl::native::exp(value);
+  if constexpr (sizeof(T) == 2) return __builtin_elementwise_exp2(value * 1.4426950408889634f);
 #endif
   return sycl::exp(value);
 }
@@ -109,12 +110,11 @@ void rms_norm(const T* x, const T* residual, const W* weight, T* y, T* sum, unsi
     const float squares =
         row.sum_of(values, [](unsigned long, float value) IPEX_INLINE { return value * value; });
     const float scale = 1.f / sycl::sqrt(squares / columns + eps);
-    if (weight) {
-      values.put(out, [=](unsigned long i, float value)
-                          IPEX_INLINE { return value * scale * (load(weight, i) + offset); });
-    } else {
-      values.put(out, [=](unsigned long, float value) IPEX_INLINE { return value * scale; });
-    }
+    // Without weights a factor of 1.
+    const float more = weight ? offset : 0.f;
+    values.put(out, weight, static_cast<const W*>(nullptr), 1.f, 0.f,
+               [=](float value, float factor, float)
+                   IPEX_INLINE { return value * scale * (factor + more); });
   });
 }
 
@@ -136,16 +136,9 @@ void layer_norm(const T* x, const T* residual, const W* weight, const W* bias, T
       store(means, row.index, mean);
       store(rstds, row.index, rstd);
     }
-    if (weight && bias) {
-      values.put(out, [=](unsigned long i, float value) IPEX_INLINE {
-        return (value - mean) * rstd * load(weight, i) + load(bias, i);
-      });
-    } else {
-      values.put(out, [=](unsigned long i, float value) IPEX_INLINE {
-        const float normal = (value - mean) * rstd;
-        return normal * (weight ? load(weight, i) : 1.f) + (bias ? load(bias, i) : 0.f);
-      });
-    }
+    values.put(out, weight, bias, 1.f, 0.f,
+               [=](float value, float factor, float addend)
+                   IPEX_INLINE { return (value - mean) * rstd * factor + addend; });
   });
 }
 

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/core/kernel_ops.h"
 
+#include <ATen/Functions.h>
+
 #include <algorithm>
 #include <atomic>
+#include <map>
+#include <mutex>
 
 #include "device/core/ipex_ops.h"
 #include "device/ops/conv/pooling_ops.h"
@@ -15,6 +19,26 @@ std::atomic<KernelMode> g_mode{KernelMode::Auto};
 }  // namespace
 
 void set_kernel_mode(KernelMode mode) { g_mode = mode; }
+
+bool joint_pairs(c10::DeviceIndex device) {
+  static std::mutex mutex;
+  static std::map<c10::DeviceIndex, bool> known;
+  if (device_info(device).joint_sub_group != 32) return false;
+  const std::lock_guard lock(mutex);
+  if (const auto found = known.find(device); found != known.end()) return found->second;
+  const at::Tensor wrong =
+      at::zeros({2}, at::TensorOptions().device(at::kXPU, device).dtype(at::kInt));
+  int* const counts = wrong.mutable_data_ptr<int>();
+  bool holds = false;
+  try {
+    launch<1>(current_queue(device), device, "joint_layout<half>", {32}, {32}, counts);
+    launch<1>(current_queue(device), device, "joint_layout<bf16>", {32}, {32}, counts + 1);
+    holds = wrong.cpu().sum().item<std::int64_t>() == 0;
+  } catch (const std::runtime_error&) {
+    // A compiler that does not take it: such a device has another layout.
+  }
+  return known.emplace(device, holds).first->second;
+}
 
 bool use_kernel(c10::DeviceIndex device, KernelSpeed speed, std::int64_t elements) {
   const bool slower =

@@ -73,6 +73,10 @@ void launch_columns(const at::Tensor& tensor, const std::string& name, std::int6
             sycl::range<2>(1, kGroup), args...);
 }
 
+// Whether the items of a device hold the numbers of a joint_matrix as kernels/pairs.h has it, which
+// a kernel finds out at the first call for a device.
+bool joint_pairs(c10::DeviceIndex device);
+
 // When a kernel is used whose op the host does faster (IPEX_XPU_KERNELS).
 enum class KernelMode : std::uint8_t { Auto, Always };
 void set_kernel_mode(KernelMode mode);

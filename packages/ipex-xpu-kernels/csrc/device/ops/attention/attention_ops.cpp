@@ -132,8 +132,8 @@ bool joint_heads(const Tensor& x) {
          reinterpret_cast<std::uintptr_t>(x.const_data_ptr()) % 16 == 0;
 }
 
-// Whether joint/attention_joint.sycl.cpp takes the call, where the device has joint_matrix: its
-// items bring eight numbers of 16 bits at a time.
+// Whether joint/attention_pairs.sycl.cpp or attention_joint.sycl.cpp takes the call, where the
+// device has joint_matrix: its items bring eight numbers of 16 bits at a time.
 bool takes_joint(const Attention& call) {
   return call.query.scalar_type() != at::kFloat && joint_heads(call.query) &&
          joint_heads(call.key) && joint_heads(call.value);
@@ -167,11 +167,17 @@ void attention_kernel(const Attention& call) {
   if (tiles == 0) return;
   const std::int64_t values = call.value.size(3);
   const std::string parts = values <= 64 ? ",1>" : values <= 128 ? ",2>" : ",4>";
-  const std::string sizes = std::max(values, call.query.size(3)) <= 64 ? ",64>" : ",128>";
-  launch<3>(current_queue(device), device,
-            joint != 0 ? "attention_joint<" + *dtype + sizes
-            : tiled    ? "attention_tiles<" + *dtype + parts
-                       : "attention<" + *dtype + ">",
+  const bool wide = std::max(values, call.query.size(3)) > 64;
+  const bool plain = !(call.mask && call.mask->defined()) &&
+                     !(call.slopes && call.slopes->defined()) &&
+                     !(call.table && call.table->defined()) && call.softcap <= 0;
+  std::string name = tiled ? "attention_tiles<" + *dtype + parts : "attention<" + *dtype + ">";
+  if (joint != 0) {
+    const std::string size = wide ? ",128" : ",64";
+    name = joint_pairs(device) ? "attention_pairs<" + *dtype + size + (plain ? ",true>" : ",false>")
+                               : "attention_joint<" + *dtype + size + ">";
+  }
+  launch<3>(current_queue(device), device, name,
             {static_cast<std::size_t>(call.sequences), static_cast<std::size_t>(kv_heads),
              static_cast<std::size_t>(tiles * items)},
             {1, 1, static_cast<std::size_t>(items)}, call.query.const_data_ptr(),

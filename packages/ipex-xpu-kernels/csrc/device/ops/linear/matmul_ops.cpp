@@ -220,24 +220,34 @@ int joint_dim(const Tensor& x) {
   return 0;
 }
 
-// By the device's instructions for products (joint/matmul_joint.sycl.cpp); false where the device
-// or the operands do not fit.
+// By the device's instructions for products (joint/matmul_pairs.sycl.cpp or, where an item does not
+// know which numbers of a matrix it holds, joint/matmul_joint.sycl.cpp); false where the device or
+// the operands do not fit.
 bool multiply_joint(const Product& p) {
   constexpr std::int64_t kTile = 128;
   constexpr std::int64_t kFewest = 16;
   const Tensor& y = p.y;
   const auto device = static_cast<c10::DeviceIndex>(y.get_device());
-  const std::size_t items = 4 * std::size_t{device_info(device).joint_sub_group};
+  std::size_t items = 4 * std::size_t{device_info(device).joint_sub_group};
   if (items == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest || y.size(2) < kFewest ||
       p.a.size(2) < kFewest)
     return false;
   const int a = joint_dim(p.a);
   const int b = joint_dim(p.b);
   if (a == 0 || b == 0) return false;
+  const bool pairs = joint_pairs(device);
+  // Larger groups, if there are enough of them, where numbers are swapped on their way.
+  const std::int64_t large = parts(y.size(1), 2 * kTile) * parts(y.size(2), kTile) * y.size(0);
+  const std::int64_t times =
+      pairs && (a == 1 || b == 1) && large >= device_info(device).compute_units ? 2 : 1;
   const auto swapped = [](int dim) { return dim == 1 ? "true" : "false"; };
+  const std::string kind = std::string(swapped(a)) + ',' + swapped(b);
+  items *= static_cast<std::size_t>(times);
   launch<3>(current_queue(device), device,
-            kernel_name("matmul_joint", p.dtype, std::string(swapped(a)) + ',' + swapped(b)),
-            {static_cast<std::size_t>(y.size(0)), static_cast<std::size_t>(parts(y.size(1), kTile)),
+            pairs ? kernel_name("matmul_pairs", p.dtype, (times == 1 ? "2," : "4,") + kind)
+                  : kernel_name("matmul_joint", p.dtype, kind),
+            {static_cast<std::size_t>(y.size(0)),
+             static_cast<std::size_t>(parts(y.size(1), times * kTile)),
              static_cast<std::size_t>(parts(y.size(2), kTile)) * items},
             {1, 1, items}, p.a.const_data_ptr(), p.b.const_data_ptr(), data(p.c),
             y.mutable_data_ptr(), static_cast<int>(y.size(1)), static_cast<int>(y.size(2)),

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention by joint_matrix where the layout of ../pairs.h holds, with the arguments of
+// attention_tiles.sycl.cpp, for heads of up to kSize numbers of 16 bits. A group owns 64 queries
+// that share a head of keys and goes through the keys in blocks, of which the next one is on its
+// way to registers; a sub-group owns 16 of the queries. Scores stay in registers: what an item
+// holds of them is what it holds of the left operand of the product with the values, if keys are
+// dealt out as steps are. Values are kept by columns, since their steps are the keys.
+#include "pairs.h"
+
+constexpr int kSubGroups = 4;
+constexpr int kRows = kSide * kSubGroups;  // queries of a group
+constexpr int kItems = kSubGroups * 32;
+constexpr float kLog2e = 1.4426950408889634f;
+
+template <int kSize>
+constexpr int kKeys = 4096 / kSize;  // of a block
+constexpr int kStored = 4096 / 8;    // vectors of a block of keys or values
+here::experimental::work_group_static<Vector[4 * kStored]> tiles_of_group;
+
+// Powers of 2, by an instruction where there is one, as a call would be slower.
+IPEX_INLINE inline float power(float x) { return __builtin_elementwise_exp2(x); }
+// tanh, by the power and, since a division may be a call, by Newton's steps to 1 / (1 + power).
+IPEX_INLINE inline float capped(float x) {
+  const float low = power(-2.f * kLog2e * (x < 0 ? -x : x));
+  float inverse = 1.4571f - 0.5f * (1.f + low);
+#pragma unroll
+  for (int step = 0; step < 3; ++step) inverse *= 2.f - (1.f + low) * inverse;
+  const float value = (1.f - low) * inverse;
+  return x < 0 ? -value : value;
+}
+IPEX_INLINE inline float larger(float a, float b) { return a > b ? a : b; }
+
+// Joins the numbers of the items that share queries.
+template <typename F>
+IPEX_INLINE inline float shared(const sycl::sub_group& sub_group, float value, F join) {
+  value = join(value, sycl::permute_group_by_xor(sub_group, value, 1));
+  return join(value, sycl::permute_group_by_xor(sub_group, value, 2));
+}
+
+// `plain`: without masks, slopes, a bound of scores and a table, whose code takes registers even
+// where it does not run.
+template <typename T, int kSize, bool plain>
+IPEX_KERNEL(3)
+void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* mask,
+                     const float* slopes, const float* sinks, const int* q_starts,
+                     const int* k_starts, const int* k_lengths, const int* table, long group,
+                     long queries, long keys, long size, long value_size, long q_batch, long q_head,
+                     long q_row, long k_batch, long k_head, long k_row, long v_batch, long v_head,
+                     long v_row, long o_batch, long o_head, long o_row, long m_batch, long m_head,
+                     long m_row, long m_key, long slope_batch, long table_row, long block_size,
+                     long behind, long ahead, float scale, float softcap, int bottom_right) {
+  using E = typename Element<T>::type;
+  constexpr int kBlock = kKeys<kSize>;
+  constexpr int kScores = kBlock / kSide;  // matrices of scores, and of weights
+  constexpr int kParts = kSize / kSide;    // matrices of a query, and of the sums
+  const auto position = here::this_work_item::get_nd_item<3>();
+  const auto team = position.get_group();
+  const auto sub_group = position.get_sub_group();
+  const int item = static_cast<int>(position.get_local_id(2));
+  const int g = item % 32 / 4;
+  const int t = item % 4;
+  const long sequence = position.get_group(0);
+  const long kv_head = position.get_group(1);
+
+  // Fewer than 2^31 of everything but elements. What is not bound sees everything.
+  constexpr int kMost = 1 << 30;
+  int q_begin = 0, k_begin = 0;
+  unsigned int count = static_cast<unsigned int>(queries);  // for each head
+  int seen = static_cast<int>(keys);
+  if (q_starts != nullptr) {
+    q_begin = q_starts[sequence];
+    count = q_starts[sequence + 1] - q_begin;
+  }
+  if (k_starts != nullptr) {
+    k_begin = k_starts[sequence];
+    seen = k_starts[sequence + 1] - k_begin;
+  } else if (k_lengths != nullptr) {
+    seen = k_lengths[sequence];
+  }
+  const unsigned int rows = static_cast<unsigned int>(group) * count;
+  const unsigned int first = static_cast<unsigned int>(position.get_group(2)) * kRows;
+  if (first >= rows) return;  // the whole group
+  const unsigned int last = first + kRows < rows ? first + kRows - 1 : rows - 1;
+  const int offset = bottom_right != 0 ? seen - static_cast<int>(count) : 0;
+  const int before = behind < 0 || behind > kMost ? kMost : static_cast<int>(behind);
+  const int after = ahead < 0 || ahead > kMost ? kMost : static_cast<int>(ahead);
+  // What no query of this group sees is not read.
+  const bool one_head = first / count == last / count;
+  const int lowest = static_cast<int>(one_head ? first % count : 0) + offset;
+  const int highest = static_cast<int>(one_head ? last % count : count - 1) + offset;
+  const int from = lowest > before ? lowest - before : 0;
+  const int to = highest < seen - after ? highest + after + 1 : seen;
+
+  k += kv_head * k_head;
+  v += kv_head * v_head;
+  if (plain || table == nullptr) {
+    const long block = k_starts != nullptr ? 0 : sequence;
+    k += block * k_batch + (k_begin + from) * k_row;
+    v += block * v_batch + (k_begin + from) * v_row;
+  }
+  // Key j, of the block whose first key is `from` where there is no table.
+  const auto line_of = [=](const T* x, long batch, long step, int j, int place) IPEX_INLINE {
+    if (plain || table == nullptr) return x + place * step;
+    const auto line = static_cast<unsigned int>(j);
+    const auto lines = static_cast<unsigned int>(block_size);
+    return x + table[sequence * table_row + line / lines] * batch + line % lines * step;
+  };
+  Vector* const tiles = *&tiles_of_group;
+  // An item brings eight numbers of two keys twice, and eight of four values.
+  const int value_row = item / kSize * kDepth + item % 8 * 4;
+  const int value_at = item / 8 % (kSize / 8) * 8;
+  const auto key_row = [](int j, int across, int half) IPEX_INLINE {
+    return j / 2 * kDepth + across / 2 * 8 + j % 2 * 4 + half * 2 + across % 2;
+  };
+  Vector some_keys[2][2];
+  Vector some_values[4];
+  const auto fetch = [&](int start) IPEX_INLINE {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int block = (item + i * kItems) / 32;
+      const int at = block / kScores * kDepth + t * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int j = start + key_row(block % kScores, g, half);
+        some_keys[i][half] =
+            j < to && at < size
+                ? *reinterpret_cast<const Vector*>(
+                      line_of(k, k_batch, k_row, j, key_row(block % kScores, g, half)) + at)
+                : Vector(0);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = start + value_row + i;
+      some_values[i] = j < to && value_at < value_size
+                           ? *reinterpret_cast<const Vector*>(
+                                 line_of(v, v_batch, v_row, j, value_row + i) + value_at)
+                           : Vector(0);
+    }
+    if (plain || table == nullptr) {
+      k += kBlock * k_row;
+      v += kBlock * v_row;
+    }
+  };
+  const auto put = [&](Vector* target) IPEX_INLINE {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Vector* const units = target + (item + i * kItems) / 32 * kUnits;
+      const Vector x = some_keys[i][0];
+      const Vector z = some_keys[i][1];
+      units[unit_at(g, t, 0)] = unit_of<false>(x[0], x[1], z[0], z[1]);
+      units[unit_at(g, t, 1)] = unit_of<false>(x[2], x[3], z[2], z[3]);
+    }
+    Vector* const units = target + kStored + (item / kSize * kParts + value_at / kSide) * kUnits;
+    // Keys 2 row and 2 row + 1 of a column.
+    const auto pair = [&](int i, int row) IPEX_INLINE {
+      const unsigned int a = some_values[2 * row][i / 2];
+      const unsigned int b = some_values[2 * row + 1][i / 2];
+      return i % 2 == 0 ? (a & 0xffffu) | (b << 16) : (a >> 16) | (b & 0xffff0000u);
+    };
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      units[unit_at(value_at % kSide / 2 + i / 2, item % 8 / 2, item % 2)] =
+          unit_of<false>(pair(i, 0), pair(i, 1), pair(i + 1, 0), pair(i + 1, 1));
+    }
+  };
+  if (from < to) fetch(from);
+
+  // The item's queries: rows g and g + 8 of its sub-group.
+  int place[2];
+  float slope[2];
+  const float* bias[2];
+  const T* query[2];
+  const unsigned int own = first + item / 32 * kSide + g;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const unsigned int row = own + 8 * half <= last ? own + 8 * half : last;
+    const long head = kv_head * group + row / count;
+    const int at = static_cast<int>(row % count);
+    place[half] = at + offset;
+    slope[half] = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
+    bias[half] = mask != nullptr ? mask + sequence * m_batch + head * m_head + at * m_row : nullptr;
+    query[half] =
+        q + (q_starts != nullptr ? 0 : sequence * q_batch) + head * q_head + (q_begin + at) * q_row;
+  }
+  Left<E> parts_of_query[kParts];
+#pragma unroll
+  for (int b = 0; b < kParts / 2; ++b) {
+    const int at = b * kDepth + t * 8;
+    const bool inside = at < size;
+    const Vector x = inside ? *reinterpret_cast<const Vector*>(query[0] + at) : Vector(0);
+    const Vector z = inside ? *reinterpret_cast<const Vector*>(query[1] + at) : Vector(0);
+    set_unit(sub_group, parts_of_query[2 * b], unit_of<true>(x[0], x[1], z[0], z[1]));
+    set_unit(sub_group, parts_of_query[2 * b + 1], unit_of<true>(x[2], x[3], z[2], z[3]));
+  }
+  const int own_units[2] = {unit_at(g, t, 0), unit_at(g, t, 1)};
+  Sums sums[kParts];
+#pragma unroll
+  for (int d = 0; d < kParts; ++d) joint::joint_matrix_fill(sub_group, sums[d], 0.f);
+
+  const float cap = softcap > 0.f ? 1.f / softcap : 0.f;
+  const float low = -__builtin_inff();
+  float most[2] = {low, low};
+  float total[2] = {};  // of the item's own keys
+  if (from < to) put(tiles);
+  sycl::group_barrier(team);
+  int now = 0;
+#pragma unroll 1
+  for (int start = from; start < to; start += kBlock) {
+    if (start + kBlock < to) fetch(start + kBlock);
+    float score[2][kScores * 4];
+#pragma unroll
+    for (int j = 0; j < kScores; ++j) {
+      Sums products;
+      joint::joint_matrix_fill(sub_group, products, 0.f);
+#pragma unroll
+      for (int b = 0; b < kParts / 2; ++b) {
+        const Vector* const units = tiles + now + (b * kScores + j) * kUnits;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Right<E> columns;
+          set_unit(sub_group, columns, units[own_units[half]]);
+          joint::joint_matrix_mad(sub_group, products, parts_of_query[2 * b + half], columns,
+                                  products);
+        }
+      }
+      int e = 0;
+      joint::joint_matrix_apply(sub_group, products, [&](float& value) IPEX_INLINE {
+        score[e / 2 % 2][4 * j + e / 4 * 2 + e % 2] = value;
+        ++e;
+      });
+    }
+    // Number 4 j + i of a query is of the key 32 (j / 2) + 8 t + 4 (j % 2) + i.
+    const bool edge =
+        start + kBlock > to || start + kBlock - 1 - lowest > after || highest - start > before;
+    if (!plain || edge) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < kScores * 4; ++i) {
+          const int key = start + i / 8 * kDepth + t * 8 + i % 8;
+          const int distance = key - place[half];
+          float s = score[half][i] * scale;
+          if (!plain && softcap > 0.f) s = softcap * capped(s * cap);
+          if (!plain && slopes != nullptr)
+            s -= slope[half] * static_cast<float>(distance < 0 ? -distance : distance);
+          if (!plain && mask != nullptr && key < to) s += bias[half][key * m_key];
+          const bool hidden = key >= to || distance > after || -distance > before;
+          score[half][i] = hidden ? low : s * kLog2e;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kScores * 8; ++i)
+        score[i / (kScores * 4)][i % (kScores * 4)] *= scale * kLog2e;
+    }
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = most[half];
+#pragma unroll
+      for (int i = 0; i < kScores * 4; ++i) top = larger(score[half][i], top);
+      top = shared(sub_group, top, [](float a, float b) IPEX_INLINE { return larger(a, b); });
+      const float base = top == low ? 0.f : top;
+      factor[half] = power(most[half] - base);
+      most[half] = top;
+      total[half] *= factor[half];
+#pragma unroll
+      for (int i = 0; i < kScores * 4; ++i) {
+        score[half][i] = power(score[half][i] - base);
+        total[half] += score[half][i];
+      }
+    }
+    if (sycl::any_of_group(sub_group, factor[0] != 1.f || factor[1] != 1.f)) {
+#pragma unroll
+      for (int d = 0; d < kParts; ++d) {
+        int e = 0;
+        joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
+          value *= factor[e / 2 % 2];
+          ++e;
+        });
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kScores / 2; ++b) {
+      Left<E> weights[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = 4 * (2 * b + half);
+        set_unit(sub_group, weights[half],
+                 Vector{pair_of<T>(score[0][i], score[0][i + 1]),
+                        pair_of<T>(score[1][i], score[1][i + 1]),
+                        pair_of<T>(score[0][i + 2], score[0][i + 3]),
+                        pair_of<T>(score[1][i + 2], score[1][i + 3])});
+      }
+#pragma unroll
+      for (int d = 0; d < kParts; ++d) {
+        const Vector* const units = tiles + now + kStored + (b * kParts + d) * kUnits;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Right<E> columns;
+          set_unit(sub_group, columns, units[own_units[half]]);
+          joint::joint_matrix_mad(sub_group, sums[d], weights[half], columns, sums[d]);
+        }
+      }
+    }
+    now = 2 * kStored - now;
+    if (start + kBlock < to) put(tiles + now);
+    sycl::group_barrier(team);
+  }
+
+  float numbers[2][kParts * 4];
+#pragma unroll
+  for (int d = 0; d < kParts; ++d) {
+    int e = 0;
+    joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
+      numbers[e / 2 % 2][4 * d + e % 2 * 2 + e / 4] = value;
+      ++e;
+    });
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float whole =
+        shared(sub_group, total[half], [](float a, float b) IPEX_INLINE { return a + b; });
+    const unsigned int row = own + 8 * half;
+    if (row > last) continue;
+    const long head = kv_head * group + row / count;
+    // A query that sees no key gives zeros. (A score that is not a number leaves a total that is
+    // none.)
+    float factor = whole == 0.f ? 0.f : 1.f / whole;
+    if (sinks != nullptr && whole != 0.f) {
+      const float sink = sinks[head] * kLog2e;
+      const float peak = sycl::fmax(most[half], sink);
+      const float weight = power(most[half] - peak);
+      factor = weight / (whole * weight + power(sink - peak));
+    }
+    T* const target = out + (q_starts != nullptr ? 0 : sequence * o_batch) + head * o_head +
+                      (q_begin + static_cast<int>(row % count)) * o_row;
+    using Bits = unsigned int __attribute__((ext_vector_type(2)));
+    const bool dense = reinterpret_cast<unsigned long>(target) % 8 == 0;
+#pragma unroll
+    for (int d = 0; d < kParts; ++d) {
+      const int at = d * kSide + t * 4;
+      if (at >= value_size) continue;
+      const float* const x = numbers[half] + 4 * d;
+      if (dense) {
+        *reinterpret_cast<Bits*>(target + at) = Bits{pair_of<T>(x[0] * factor, x[1] * factor),
+                                                     pair_of<T>(x[2] * factor, x[3] * factor)};
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store(target, at + i, x[i] * factor);
+      }
+    }
+  }
+}
+
+#define ATTENTION_PAIRS(T, kSize, plain)                                                        \
+  template void attention_pairs<T, kSize, plain>(                                               \
+      const T*, const T*, const T*, T*, const float*, const float*, const float*, const int*,   \
+      const int*, const int*, const int*, long, long, long, long, long, long, long, long, long, \
+      long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, \
+      long, long, float, float, int);
+#define ALL(T)                  \
+  ATTENTION_PAIRS(T, 64, true)  \
+  ATTENTION_PAIRS(T, 64, false) \
+  ATTENTION_PAIRS(T, 128, true) \
+  ATTENTION_PAIRS(T, 128, false)
+ALL(half)
+ALL(bf16)
