@@ -179,7 +179,12 @@ def test_attention_of_16_bits(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.usefixtures("always")
 def test_products_of_16_bits(dtype: torch.dtype, left: bool, right: bool) -> None:
     """A GPU with joint_matrix takes its tiles, of which these sizes fill some in part."""
-    for batch, m, n, k in ((1, 128, 256, 64), (3, 264, 136, 72), (1, 16, 24, 2048), (2, 40, 520, 8)):
+    for batch, m, n, k in (
+        (1, 128, 256, 64),
+        (3, 264, 136, 72),
+        (1, 16, 24, 2048),
+        (2, 40, 520, 8),
+    ):
         a = rand(batch, k, m, dtype=dtype).mT if left else rand(batch, m, k, dtype=dtype)
         b = rand(batch, n, k, dtype=dtype).mT if right else rand(batch, k, n, dtype=dtype)
         c = rand(n, dtype=dtype)
