@@ -693,10 +693,10 @@ def test_a_wait_for_another_machine_ends_when_a_rank_has_ended(modules, monkeypa
         owner.is_failed = len(waited) == 3
         raise TimeoutError
 
-    with pytest.raises(RuntimeError, match="all ranks of a model must run, one has ended"):
+    with pytest.raises(RuntimeError, match="all ranks of a model must run, got one that has ended"):
         module.dequeue(lambda: owner, wait)
     assert waited == [0.01] * 3
-    with pytest.raises(RuntimeError, match="one has ended"):
+    with pytest.raises(RuntimeError, match="one that has ended"):
         module.dequeue(lambda: None, wait)
     with pytest.raises(TimeoutError):
         module.dequeue(lambda: owner, wait, timeout=0)
