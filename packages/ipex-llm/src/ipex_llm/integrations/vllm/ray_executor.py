@@ -111,7 +111,8 @@ def dequeue(
             owner = executor()
             if owner is None or owner.is_failed:
                 raise RuntimeError(
-                    "vLLM plug-in: all ranks of a model must run, got one that has ended: see its log, then start vLLM again"
+                    "vLLM plug-in: all ranks of a model must run, got one that has ended: see its log,"
+                    " then start vLLM again"
                 ) from None
             if end is not None and time.monotonic() >= end:
                 raise
