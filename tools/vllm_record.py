@@ -108,6 +108,9 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
         "RayExecutorV2": ("_init_executor",),
     },
     "vllm.distributed.device_communicators.shm_broadcast": {"MessageQueue": ("dequeue",)},
+    "vllm.forward_context": {"get_forward_context": (), "is_forward_context_available": ()},
+    "vllm.distributed.kv_transfer": {"has_kv_transfer_group": ()},
+    "vllm.model_executor.layers.attention.attention": {"unified_attention_with_output": ()},
     "vllm.config": {"get_current_vllm_config_or_none": ()},
 }
 

@@ -27,7 +27,10 @@ KERNELS = "vllm.model_executor.kernels.linear"
 #: The modules of the plug-in that import vLLM, and are made for each stand-in.
 OURS = tuple(
     f"ipex_llm.integrations.vllm.{name}"
-    for name in ("cpu_platform", "attention", "quantized", "ray_executor", "worker")
+    for name in (
+        *("cpu_platform", "attention", "quantized", "ray_executor", "worker"),
+        "whole_step",
+    )
 )
 
 

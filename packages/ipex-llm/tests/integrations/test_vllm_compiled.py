@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import os
+import types
 
 import pytest
 import torch
@@ -136,3 +137,166 @@ def test_layers_like_vllms_are_programs(attend):
     (note,) = [one for one in graph.notes if "a program of" in one]
     assert "3x ipex_test_vllm::attend" in note
     assert graph.count("rotary") == 6 and graph.count("rms_norm") == 6, str(explain(fast))
+
+
+# --- a step as one program --------------------------------------------------------------------------------------------
+
+BLOCK, BLOCKS = 4, 8
+
+
+class Steps:
+    """A model like vLLM's with an op of vLLM's name, and the context that vLLM sets for each step."""
+
+    def __init__(self, modules, monkeypatch):
+        self.modules, self.calls = modules, 0
+        self.attention = stand_in.ours("attention")
+        self.context = types.SimpleNamespace(attn_metadata=None, no_compile_layers={})
+        context = modules["vllm.forward_context"]
+        monkeypatch.setattr(context, "get_forward_context", lambda: self.context)
+        monkeypatch.setattr(context, "is_forward_context_available", lambda: True)
+        self.transfers(monkeypatch, False)
+        torch.manual_seed(0)
+        op = torch.ops.vllm.unified_attention_with_output
+        layers = nn.ModuleList(Layer(op, f"layer{i}") for i in range(3))
+        for layer in layers:
+            self.context.no_compile_layers[layer.name] = self.layer()
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = layers
+
+            def forward(self, positions, x):
+                residual = None
+                for layer in self.layers:
+                    x, residual = layer(positions, x, residual)
+                return x + residual
+
+        # In 16 bit no linear layer is left to MKL.
+        self.model = Model().eval().requires_grad_(False).bfloat16()
+        self.compiled = torch.compile(self.model, backend=compiled.backend, fullgraph=True)
+
+    def transfers(self, monkeypatch, there):
+        module = self.modules["vllm.distributed.kv_transfer"]
+        monkeypatch.setattr(module, "has_kv_transfer_group", lambda: there)
+        monkeypatch.setattr(stand_in.ours("whole_step"), "has_kv_transfer_group", lambda: there)
+
+    def layer(self, **options):
+        given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **options}
+        impl = self.attention.IpexAttentionImpl(4, 8, 8**-0.5, 2, **given)
+        cache = torch.zeros(BLOCKS, 2, BLOCK, 16, dtype=torch.bfloat16)
+        scales = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
+        return types.SimpleNamespace(impl=impl, kv_cache=cache, dtype=torch.bfloat16, **scales)
+
+    def run_op(self, query, key, value, output, name):
+        self.calls += 1
+        layer, known = self.context.no_compile_layers[name], self.context.attn_metadata
+        step = None if known is None else known[name]
+        layer.impl.forward(layer, query, key, value, layer.kv_cache, step, output)
+
+    def metadata(self, queries, keys, causal=True):
+        """Return the metadata of two sequences, whose blocks do not change."""
+        table = torch.tensor([[5, 1, 2, 0], [3, 7, 4, 6]], dtype=torch.int32)
+        slots = [
+            int(row[i // BLOCK]) * BLOCK + i % BLOCK
+            for row, new, all_ in zip(table, queries, keys, strict=True)
+            for i in range(all_ - new, all_)
+        ]
+        starts, ends = (torch.tensor([0, *n]).cumsum(0).int() for n in (queries, keys))
+        return self.attention.IpexMetadata(
+            *(sum(queries), max(queries), max(keys), starts, ends),
+            *(torch.tensor(keys, dtype=torch.int32), table, torch.tensor(slots), causal),
+        )
+
+    def step(self, queries, keys, causal=True, **more):
+        """Run a step; return the result and how often the op was called."""
+        step = self.metadata(queries, keys, causal)
+        for name, value in more.items():
+            setattr(step, name, value)
+        self.context.attn_metadata = dict.fromkeys(self.context.no_compile_layers, step)
+        return self.run(sum(queries))
+
+    def run(self, rows):
+        generator = torch.Generator().manual_seed(rows)
+        positions = torch.arange(rows)
+        x = torch.randn(rows, 32, generator=generator).bfloat16()
+        torch._dynamo.mark_dynamic(positions, 0)
+        torch._dynamo.mark_dynamic(x, 0)
+        before = self.calls
+        return self.compiled(positions, x), self.calls - before
+
+
+@pytest.fixture
+def steps(modules, monkeypatch):
+    library = torch.library.Library("vllm", "FRAGMENT")
+    arguments = "Tensor query, Tensor key, Tensor value, Tensor(a!) output, str layer_name"
+    library.define(f"unified_attention_with_output({arguments}) -> ()")
+    library.impl("unified_attention_with_output", lambda *args: None, "Meta")
+    made = Steps(modules, monkeypatch)
+    library.impl("unified_attention_with_output", made.run_op, "CPU")
+    yield made
+    library._destroy()
+    compiled.RUNNERS.pop(compiled.ATTENTION, None)
+
+
+SEQUENCES = (((3, 5), (3, 5)), ((1, 1), (4, 6)), ((1, 1), (5, 7)), ((4, 1), (9, 8)))
+
+
+def test_a_step_is_one_program(steps, monkeypatch):
+    assert steps.run(16)[1] == 3  # no metadata: vLLM measures memory
+    found = [steps.step(*sizes) for sizes in SEQUENCES]
+    assert [calls for _, calls in found] == [0] * 4
+    caches = [layer.kv_cache.clone() for layer in steps.context.no_compile_layers.values()]
+    for layer in steps.context.no_compile_layers.values():
+        layer.kv_cache = torch.zeros_like(layer.kv_cache)  # another cache: another program
+    again = [steps.step(*sizes) for sizes in SEQUENCES]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(found, again, strict=True))
+    for layer in steps.context.no_compile_layers.values():
+        layer.kv_cache.zero_()
+    monkeypatch.setattr(stand_in.ours("whole_step").WholeStep, "__call__", lambda *args: None)
+    for sizes, (result, _) in zip(SEQUENCES, found, strict=True):
+        wanted, calls = steps.step(*sizes)
+        assert calls == 3
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+    for layer, cache in zip(steps.context.no_compile_layers.values(), caches, strict=True):
+        assert torch.equal(layer.kv_cache, cache)
+
+
+def test_layers_may_have_metadata_of_their_own(steps):
+    steps.run(16)
+    wanted, _ = steps.step((3, 5), (3, 5))
+    first, *_, last = steps.context.no_compile_layers
+    for layer in steps.context.no_compile_layers.values():
+        layer.kv_cache.zero_()
+    steps.context.attn_metadata[last] = steps.metadata((3, 5), (3, 5))
+    other = torch.tensor([[0, 2, 1, 5], [6, 4, 7, 3]], dtype=torch.int32)
+    steps.context.attn_metadata[last].block_table = other
+    steps.context.attn_metadata[last].slot_mapping = torch.tensor(
+        [0, 1, 2, *range(24, 28), 16], dtype=torch.int64
+    )
+    result, calls = steps.run(8)
+    assert calls == 0 and torch.equal(result, wanted)
+    used = [steps.context.no_compile_layers[name].kv_cache[0].any() for name in (first, last)]
+    assert [bool(one) for one in used] == [False, True]
+
+
+def test_other_steps_call_the_op(steps, monkeypatch):
+    steps.run(16)
+    assert steps.step((3, 5), (3, 5))[1] == 0
+    assert steps.step((3, 5), (3, 5), causal=False)[1] == 3
+    padded = torch.cat([steps.metadata((3, 5), (3, 5)).slot_mapping, torch.tensor([-1, -1])])
+    assert steps.step((3, 5), (3, 5), slot_mapping=padded)[1] == 3
+    steps.transfers(monkeypatch, True)
+    assert steps.step((3, 5), (3, 5))[1] == 3
+    steps.transfers(monkeypatch, False)
+    assert steps.step((3, 5), (3, 5))[1] == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"attn_type": "encoder_only"}, {"kv_sharing_target_layer_name": "layer0"}]
+)
+def test_other_attention_calls_the_op(steps, options):
+    steps.run(16)
+    steps.context.no_compile_layers["layer2"] = steps.layer(**options)
+    for _ in range(2):
+        assert steps.step((3, 5), (3, 5))[1] == 3

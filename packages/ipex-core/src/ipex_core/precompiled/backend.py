@@ -18,6 +18,7 @@ from ipex_core.precompiled.expressions import Kept, evaluate
 from ipex_core.precompiled.graph import decompositions, forms_of, fuse, hold
 from ipex_core.precompiled.lower import Plan, is_object, lower
 from ipex_core.precompiled.run import first_values, run_plan, with_packed_linears
+from ipex_core.precompiled.whole import runner_of
 from ipex_core.precompiled.writes import WRAPPED, drop_writes, why_not
 
 __all__ = ["NoProgramError", "compile_program"]
@@ -142,7 +143,7 @@ def _lowered(
     fuse(graph, report, disabled, always=True)
     plan = lower(graph, forms)
     ready, first = with_packed_linears(plan), first_values(plan)
-    known = Kept()
+    whole, known = runner_of(plan), Kept()
 
     def numbers(args: list[Any], given: list[Tensor]) -> tuple[int, ...]:
         bound = {name: int(args[position]) for position, name in symbols}
@@ -161,6 +162,7 @@ def _lowered(
             # AOTAutograd watches first calls; to it a program is one op, whose results may be views of its inputs.
             with _disable_current_modes():
                 return run_plan(ready, first, given, varying)
-        return run_plan(ready, first, given, varying)
+        found = None if whole is None else whole(given, varying)
+        return run_plan(ready, first, given, varying) if found is None else found
 
     return plan, run
