@@ -102,7 +102,7 @@ def test_what_is_not_whole_says_why(calls):
 
     def make(plan):
         whole = WholePlan(plan)
-        with pytest.raises(NotWholeError, match="has no tensor of a program"):
+        with pytest.raises(NotWholeError, match="got none in slot"):
             whole.write(lambda step: [None])  # the next program reads it
         found.append(plan)
         return lambda tensors, numbers: None

@@ -13,6 +13,7 @@ import vllm_stand_in as stand_in
 from torch import nn
 
 from ipex_core import explain
+from ipex_core.precompiled.whole import RUNNERS
 from ipex_llm.integrations.vllm import compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_plugin", "no_fakes_left")
@@ -234,9 +235,11 @@ def steps(modules, monkeypatch):
     library.impl("unified_attention_with_output", lambda *args: None, "Meta")
     made = Steps(modules, monkeypatch)
     library.impl("unified_attention_with_output", made.run_op, "CPU")
+    whole = stand_in.ours("whole_step")
+    whole.register()
     yield made
     library._destroy()
-    compiled.RUNNERS.pop(compiled.ATTENTION, None)
+    RUNNERS.pop(whole.OP)
 
 
 SEQUENCES = (((3, 5), (3, 5)), ((1, 1), (4, 6)), ((1, 1), (5, 7)), ((4, 1), (9, 8)))

@@ -69,7 +69,9 @@ class WholePlan:
             elif index in self.plan.inputs:
                 self._tensors[index] = self.input(slot)
             else:
-                raise NotWholeError(f"slot {index} has no tensor of a program")
+                raise NotWholeError(
+                    f"a whole plan must have tensors of programs, got none in slot {index}: run its steps"
+                )
         return self._tensors[index]
 
     def size(self, size: Size) -> Register:
@@ -96,7 +98,9 @@ class WholePlan:
                 if index >= 0 and register is not None:
                     self._tensors[index] = register
         if self.plan.copied:
-            raise NotWholeError("a result is a constant")
+            raise NotWholeError(
+                "a whole plan must have results that it computes, got a constant: run its steps"
+            )
         return self.builder.build(
             [self.tensor(one) for one in self.plan.outputs if isinstance(one, Slot)]
         )

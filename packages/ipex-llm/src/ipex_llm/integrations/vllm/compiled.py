@@ -10,13 +10,8 @@ from typing import Any
 from torch import fx
 
 from ipex_core.compile_backend import ipex_backend
-from ipex_core.precompiled.lower import Plan
-from ipex_core.precompiled.whole import RUNNERS, Runner
 
-__all__ = ["ATTENTION", "BACKEND", "backend", "choose"]
-
-#: vLLM's op of attention, which consists of instructions for who knows the step.
-ATTENTION = "vllm::unified_attention_with_output.default"
+__all__ = ["BACKEND", "backend", "choose"]
 
 #: Where vLLM finds the backend.
 BACKEND = f"{__name__}.backend"
@@ -44,11 +39,4 @@ def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..
 
     A graph that no program can run, for one with control flow, is compiled by Inductor with the patterns of ipex.
     """
-    RUNNERS.setdefault(ATTENTION, _whole_step)
     return ipex_backend(graph, example_inputs, options={"ipex.program": True})
-
-
-def _whole_step(plan: Plan) -> Runner:
-    from ipex_llm.integrations.vllm.whole_step import WholeStep  # needs vLLM
-
-    return WholeStep(plan)

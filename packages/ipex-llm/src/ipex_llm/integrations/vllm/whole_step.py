@@ -18,21 +18,26 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.v1.attention.backend import AttentionType
 
 from ipex_core.precompiled.lower import Call, Plan, Size, Slot
-from ipex_core.precompiled.whole import NotWholeError, WholePlan
+from ipex_core.precompiled.whole import RUNNERS, NotWholeError, WholePlan
 from ipex_core.precompiled.writes import Writing
 from ipex_core.program import Program, Register
 from ipex_llm.integrations.vllm.attention import IpexAttentionImpl, IpexMetadata
-from ipex_llm.integrations.vllm.compiled import ATTENTION
 
-__all__ = ["WholeStep"]
+__all__ = ["OP", "WholeStep", "register"]
 
 Tensor = torch.Tensor
 
+OP = "vllm::unified_attention_with_output.default"
 #: Arguments of the op that must be missing or None.
 _NONE = ("output_scale", "output_block_scale", "kv_cache_dummy_dep")
 #: What a group of layers with the same metadata gives the program.
 _TENSORS = ("query_start_loc", "key_start_loc", "block_table", "slot_mapping")
 _NUMBERS = ("max_query_len", "max_seq_len")
+
+
+def register() -> None:
+    """Let plans with vLLM's op of attention run as one program in this process."""
+    RUNNERS[OP] = WholeStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,18 +95,18 @@ class WholeStep:
             if step.op is torch.ops.aten.empty.memory_format:
                 rows = step.args[0][0]
                 if not isinstance(rows, Size):
-                    raise NotWholeError("the number of tokens does not vary")
+                    raise _not_whole("a number of tokens that varies", "another")
                 made[step.results[0]] = rows
                 continue
             given = dict(step.kwargs)
-            if not isinstance(step.op, Writing) or step.name != ATTENTION:
-                raise NotWholeError(f"{step.name} has no instructions")
+            if not isinstance(step.op, Writing) or step.name != OP:
+                raise _not_whole("calls of attention alone", step.name)
             bases = given["_all_bases"]
             if len(bases) != 1 or any(given.get(name) is not None for name in _NONE):
-                raise NotWholeError("attention writes more than its result")
+                raise _not_whole("attention that writes its result", "one with more arguments")
             rows = made.get(bases[0].index)
             if rows is None or rows != (self._rows or rows):
-                raise NotWholeError("the memory of a result is no new one")
+                raise _not_whole("new memory for each result", "other memory")
             self._rows = rows
             name = given["layer_name"]
             self._names.append(
@@ -152,7 +157,7 @@ class WholeStep:
                 return [None]  # new memory, which only the next op has
             i = next(at)
             if type(steps[i]) is not IpexMetadata:
-                raise NotWholeError("attention is not ours")
+                raise _not_whole("the attention of ipex", type(steps[i]).__name__)
             group = firsts.index(groups[i])
             return [None, _attention(whole, dict(step.kwargs), layers[i], inputs[group])]
 
@@ -173,6 +178,10 @@ class WholeStep:
         caches = tuple(layer.kv_cache for layer in layers)
         self._bound = _Bound(whole, program, read, caches, groups, firsts)
         return self._bound
+
+
+def _not_whole(wanted: str, given: Any) -> NotWholeError:
+    return NotWholeError(f"a whole step must have {wanted}, got {given}: run its calls")
 
 
 def _text(name: Any) -> str:
@@ -202,7 +211,7 @@ def _attention(
     impl, b = layer.impl, whole.builder
     shared = getattr(impl, "kv_sharing_target_layer_name", None) is not None
     if type(impl) is not IpexAttentionImpl or impl.attn_type != AttentionType.DECODER or shared:
-        raise NotWholeError("attention is of another kind")
+        raise _not_whole("attention to a cache of its own", impl.attn_type)
     query, key, value = (
         b.call("reshape", whole.tensor(given[name]), [0, heads, impl.head_size])
         for name, heads in (

@@ -15,6 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ipex_core import distributed
 from ipex_core.util import return_free_memory
+from ipex_llm.integrations.vllm import whole_step
 from ipex_llm.kv_cache import available_memory, format_bytes
 
 __all__ = ["IpexCommunicator", "IpexWorker", "cache_bytes", "weight_bytes"]
@@ -124,6 +125,7 @@ class IpexWorker(CPUWorker):
             # vLLM 0.32 stops at the start where its own default is not free.
             cache.gpu_memory_utilization = 0.01
         _forget_absent_nodes(vllm_config.parallel_config)
+        whole_step.register()
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
