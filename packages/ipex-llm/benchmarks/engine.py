@@ -88,7 +88,9 @@ def main() -> None:
         begin = time.perf_counter()
         model = load_model(folder, "bf16")
         start = time.perf_counter() - begin
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     most = max(arguments.streams)
     engine = Engine(model, tokenizer, max_num_seqs=most, max_model_len=2048, cache_bytes=1 << 30)
     watched: Any = Watched(engine.runner)
