@@ -31,7 +31,7 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
         "CpuPlatform": (
             *("import_kernels", "get_attn_backend_cls", "check_and_update_config"),
             *("get_device_communicator_cls", "register_triton_kernel_overrides"),
-            "opaque_attention_op",
+            *("opaque_attention_op", "use_custom_op_collectives"),
         )
     },
     _BACKEND: {

@@ -125,6 +125,11 @@ class IpexPlatform(CpuPlatform):
         return config is None or bool(config.compilation_config.mode)
 
     @classmethod
+    def use_custom_op_collectives(cls) -> bool:
+        """Return True: sums over ranks are ops, since Dynamo cannot trace them."""
+        return True
+
+    @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Do it once in a process: for a second engine vLLM would search all modules again, and fail on some."""
         if not cls._overridden:

@@ -183,6 +183,7 @@ class IpexCommunicator(CpuCommunicator):
     """vLLM's communicator of the CPU, with another sum; groups over several machines use their backend (gloo)."""
 
     def all_reduce(self, input_: torch.Tensor) -> Any:
-        """Return the sum over the group, in place."""
-        distributed.all_reduce(input_, group=self.device_group)
-        return input_
+        """Return the sum over the group."""
+        total = input_.clone()  # vLLM's op of this must not return its argument
+        distributed.all_reduce(total, group=self.device_group)
+        return total
