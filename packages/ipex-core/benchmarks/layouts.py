@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 import torch
 
-import ipex_core  # noqa: F401  # registers the ops
 from ipex_core.benchmark import paired
 
 

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import ipex_core  # noqa: F401  # registers the ops
 from ipex_core.benchmark import paired
 from ipex_core.ops.woq_weight import woq_weight
 
 SHAPES = ((512, 768, 3072), (4096, 384, 1536), (1024, 2048, 5632), (2048, 4096, 4096))
-#: One step of the ceiling: four products of tiles, on 64 tiles of each side in L1.
+#: Steps of the ceiling, each four products of tiles, and the blocks of four tiles in L1 that they go through.
 STEPS, TILES = 4096, 8
 SOURCE = f"""
 #include <immintrin.h>

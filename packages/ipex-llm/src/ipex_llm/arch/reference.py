@@ -248,8 +248,8 @@ def per_head(module: nn.Module, name: str) -> Tensor:
     """Return a parameter ``[H]`` of a recurrence, float32; ``A`` is computed from ``A_log``."""
     if name == "A":
         return -torch.exp(per_head(module, "A_log"))
-    value: Any = getattr(module, name)
-    return value.detach().float().flatten().contiguous()  # type: ignore[no-any-return]
+    value: Tensor = getattr(module, name)
+    return value.detach().float().flatten().contiguous()
 
 
 def step_bias(plan: DeltaPlan) -> Tensor:
