@@ -190,6 +190,17 @@ def test_nothing_is_discovered_when_nothing_is_used():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_optimize_leaves_dynamo_alone():
+    """Importing it takes longer than all the rest, and only `torch.compile` needs it."""
+    code = (
+        "import sys, torch, ipex_core; ipex_core.optimize(torch.nn.Sequential(torch.nn.Linear(4, 4)).eval());"
+        "assert 'torch._dynamo' not in sys.modules;"
+        "from ipex_core.optimization.transformers import _needs_masks as f; import torch._dynamo;"
+        "assert f._dynamo_marked_constant"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_torch_too_old():
     """An old torch gives an ImportError with both versions, never a dead process or an AttributeError."""
     code = (

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+import ipex_llm
 from ipex_core.errors import OpArgumentError
 from ipex_llm.quantization import IPEXWeightOnlyQuantizedLinear, QuantDtype, QuantMethod
 from ipex_llm.utils import load_low_precision_checkpoint, replace_linears_from_checkpoint
@@ -26,6 +27,7 @@ from ipex_quant import (
     get_weight_only_quant_qconfig_mapping,
     woq_qconfig,
 )
+from ipex_quant.weight.tensor import QuantizedWeight
 
 # -- folders --------------------------------------------------------------------------------------------------
 
@@ -97,6 +99,24 @@ def test_names_that_only_pickles_have(name: object, tmp_path: Path) -> None:
     torch.save({**state, name: torch.ones(1)}, path)
     with pytest.raises(OpArgumentError, match=r"names in .* must be texts, got"):
         load_low_precision_checkpoint(folder)
+
+
+def test_weights_are_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at a model does not pack weights that its program then packs side by side with others."""
+    state, reference = checkpoint()
+    found = load_low_precision_checkpoint(write(tmp_path / "m", state, GPTQ))
+    rows: list[int] = []
+    pack = QuantizedWeight.pack
+
+    def counted(self: QuantizedWeight, order: str = "dot") -> torch.Tensor:
+        rows.append(self.out_features)
+        return pack(self, order)
+
+    monkeypatch.setattr(QuantizedWeight, "pack", counted)
+    model = ipex_llm.optimize(make_model(), low_precision_checkpoint=found)
+    layers = [m for m in model.modules() if isinstance(m, WeightOnlyQuantizedLinear)]
+    assert sum(rows) == sum(layer.out_features for layer in layers)
+    torch.testing.assert_close(logits(model), logits(reference), rtol=2e-2, atol=2e-2)
 
 
 def test_configuration_beside(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ipex_core.module_swap.state_dict import one_entry
+from ipex_core.util.import_hooks import constant_when_traced
 
 Tensor = torch.Tensor
 
@@ -257,7 +258,7 @@ def _announce() -> bool:
 
 
 # Done when a graph is traced, once for all.
-torch.compiler.assume_constant_result(_announce)
+constant_when_traced(_announce)
 
 
 class StateHook:

@@ -31,7 +31,7 @@ from ipex_core.module_swap.base import call
 from ipex_core.nn.functional import attention_supported
 from ipex_core.optimization.passes import Context, Pass
 from ipex_core.optimization.records import Log
-from ipex_core.util.import_hooks import when_matching
+from ipex_core.util.import_hooks import constant_when_traced, when_matching
 
 __all__ = ["HuggingFaceAttention", "attention_forward", "register_interface"]
 
@@ -208,7 +208,7 @@ def _constants(kind: type) -> frozenset[str]:
 
 
 # Dynamo warns of a call to a cached function, also where its result is a constant: hence a function around it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _has_constant(kind: type, text: str) -> bool:
     return text in _constants(kind)
 
@@ -266,7 +266,7 @@ def _covered(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _own_attention(config: type) -> bool:
     """Return whether the models of a configuration do not look their attention function up; warn once if so."""
     if config not in _own:
@@ -280,7 +280,7 @@ def _own_attention(config: type) -> bool:
     return _own[config]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _needs_masks(config: type) -> bool:
     return _masks_by_name(config)
 

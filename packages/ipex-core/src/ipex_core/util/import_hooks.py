@@ -13,9 +13,10 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, TypeVar
 
 _Call = Callable[[types.ModuleType], object]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _lock = threading.Lock()
 #: Name of a module -> what is called once, when it was imported.
@@ -55,6 +56,12 @@ def when_matching(chosen: Callable[[str], bool], call: _Call) -> None:
     for name, module in list(sys.modules.items()):
         if chosen(name) and isinstance(module, types.ModuleType):
             call(module)
+
+
+def constant_when_traced(function: _Function) -> _Function:
+    """Decorate a function that Dynamo calls once, while it traces. Dynamo takes 2 s to import, which this leaves out."""
+    when_imported("torch._dynamo", lambda dynamo: dynamo.assume_constant_result(function))
+    return function
 
 
 def second_names(names: dict[str, str]) -> None:

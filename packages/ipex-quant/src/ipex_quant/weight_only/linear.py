@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +52,43 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+
+
+@contextlib.contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Let layers of a model whose weights are not packed yet compute with random weights of low rank meanwhile.
+
+    What only looks at how values go from layer to layer then does not make all of them pack weights that are to be
+    combined with others.
+    """
+    waiting = [
+        module
+        for module in model.modules()
+        if isinstance(module, WoqLinearModule)
+        and module._later is not None
+        and "forward" not in module.__dict__
+    ]
+    for seed, module in enumerate(waiting):
+        module.__dict__["forward"] = _low_rank(module, seed)
+    try:
+        yield
+    finally:
+        for module in waiting:
+            del module.__dict__["forward"]
+
+
+def _low_rank(module: WoqLinearModule, seed: int, rank: int = 8) -> Callable[[Tensor], Tensor]:
+    """Return a forward with a random weight; outputs are about as large as inputs."""
+    source = torch.Generator().manual_seed(seed)
+    down = torch.randn(module.in_features, rank, generator=source) / module.in_features**0.5
+    up = torch.randn(rank, module.out_features, generator=source) / rank**0.5
+    bias = module.bias
+
+    def forward(x: Tensor) -> Tensor:
+        y = x.float() @ down @ up
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    return forward
 
 
 class WoqLinearModule(nn.Module):

@@ -27,6 +27,7 @@ from ipex_core.nn.layers import (
     FoldedBatchNorm3d,
     scale_and_shift,
 )
+from ipex_core.nn.linear import is_fusable
 from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
 from ipex_core.util.symbolic import Tracer
@@ -188,7 +189,8 @@ class Fuse(Pass):
         """Rewrite the forward of each module in which something matches."""
         for path, module in context.modules():
             library = type(module).__module__.startswith(("torch.nn", "ipex_core.nn"))
-            if (library and type(module) is not nn.Sequential) or "forward" in module.__dict__:
+            done = is_fusable(module) or "forward" in module.__dict__
+            if done or (library and type(module) is not nn.Sequential):
                 continue
             self._module(context, path, module)
 

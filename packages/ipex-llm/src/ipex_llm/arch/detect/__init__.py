@@ -24,6 +24,7 @@ from ipex_llm.arch.detect.decoder import MatchedLayer, match_decoder, match_laye
 from ipex_llm.arch.detect.decoder import match_each as _match_each
 from ipex_llm.arch.detect.parts import is_mixture, match_experts
 from ipex_llm.arch.detect.trace import Config, MatchError, Trace
+from ipex_quant.weight_only.linear import stand_ins
 
 __all__ = [
     "Facts",
@@ -53,7 +54,8 @@ def match(model: nn.Module) -> DecoderPlan:
     Raises:
         MatchError: A part is not understood; the error names it.
     """
-    return match_decoder(Trace(model))
+    with stand_ins(model):
+        return match_decoder(Trace(model))
 
 
 @torch.no_grad()
@@ -66,7 +68,8 @@ def match_each(model: nn.Module) -> list[MatchedLayer]:
     Raises:
         MatchError: The model does not run on tokens alone, or has no layers with attention.
     """
-    return list(_match_each(Trace(model)))
+    with stand_ins(model):
+        return list(_match_each(Trace(model)))
 
 
 @torch.no_grad()
