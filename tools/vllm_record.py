@@ -92,6 +92,7 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.distributed.device_communicators.cpu_communicator": {
         "CpuCommunicator": ("__init__", "all_reduce")
     },
+    "vllm.distributed.parallel_state": {"all_reduce": (), "get_tp_group": ()},
     "vllm.v1.worker.cpu_worker": {
         "CPUWorker": (
             "determine_available_memory",

@@ -85,9 +85,9 @@ def attend():
 class Layer(nn.Module):
     """A decoder layer as vLLM writes it, with a residual that is passed on."""
 
-    def __init__(self, attend, name):
+    def __init__(self, attend, name, total=lambda x: x):
         super().__init__()
-        self.attend, self.name = attend, name
+        self.attend, self.name, self.total = attend, name, total
         self.qkv, self.out = nn.Linear(32, 64, bias=False), nn.Linear(32, 32, bias=False)
         self.up, self.down = nn.Linear(32, 96, bias=False), nn.Linear(48, 32, bias=False)
         self.norms = nn.ParameterList(torch.rand(32) for _ in range(2))
@@ -109,9 +109,9 @@ class Layer(nn.Module):
         )
         output = torch.empty(x.shape[0], 32, dtype=x.dtype)
         self.attend(q, k, v.view(-1, 2, 8), output.view(-1, 4, 8), self.name)
-        x, residual = self.norm(self.out(output), residual, self.norms[1])
+        x, residual = self.norm(self.total(self.out(output)), residual, self.norms[1])
         gate, up = self.up(x).chunk(2, -1)
-        return self.down(nn.functional.silu(gate) * up), residual
+        return self.total(self.down(nn.functional.silu(gate) * up)), residual
 
 
 def test_layers_like_vllms_are_programs(attend):
@@ -148,7 +148,7 @@ BLOCK, BLOCKS = 4, 8
 class Steps:
     """A model like vLLM's with an op of vLLM's name, and the context that vLLM sets for each step."""
 
-    def __init__(self, modules, monkeypatch):
+    def __init__(self, modules, monkeypatch, total):
         self.modules, self.calls = modules, 0
         self.attention = stand_in.ours("attention")
         self.context = types.SimpleNamespace(attn_metadata=None, no_compile_layers={})
@@ -158,7 +158,7 @@ class Steps:
         self.transfers(monkeypatch, False)
         torch.manual_seed(0)
         op = torch.ops.vllm.unified_attention_with_output
-        layers = nn.ModuleList(Layer(op, f"layer{i}") for i in range(3))
+        layers = nn.ModuleList(Layer(op, f"layer{i}", total) for i in range(3))
         for layer in layers:
             self.context.no_compile_layers[layer.name] = self.layer()
 
@@ -228,12 +228,15 @@ class Steps:
 
 
 @pytest.fixture
-def steps(modules, monkeypatch):
+def steps(request, modules, monkeypatch):
     library = torch.library.Library("vllm", "FRAGMENT")
+    library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+    library.impl("all_reduce", lambda x, name: torch.empty_like(x), "Meta")
+    library.impl("all_reduce", lambda x, name: x + x, "CPU")
     arguments = "Tensor query, Tensor key, Tensor value, Tensor(a!) output, str layer_name"
     library.define(f"unified_attention_with_output({arguments}) -> ()")
     library.impl("unified_attention_with_output", lambda *args: None, "Meta")
-    made = Steps(modules, monkeypatch)
+    made = Steps(modules, monkeypatch, getattr(request, "param", lambda x: x))
     library.impl("unified_attention_with_output", made.run_op, "CPU")
     whole = stand_in.ours("whole_step")
     whole.register()
@@ -263,6 +266,38 @@ def test_a_step_is_one_program(steps, monkeypatch):
         torch.testing.assert_close(result, wanted, rtol=0, atol=0)
     for layer, cache in zip(steps.context.no_compile_layers.values(), caches, strict=True):
         assert torch.equal(layer.kv_cache, cache)
+
+
+def summed(x):
+    return torch.ops.vllm.all_reduce(x, "tp:0")
+
+
+@pytest.mark.parametrize("steps", [summed], indirect=True)
+@pytest.mark.parametrize("name", ["tp:0", "ep:0"])
+def test_sums_over_ranks_are_instructions(steps, name, monkeypatch):
+    class Twice:
+        """Two ranks that have the same."""
+
+        def of(group):
+            assert group == "the group"
+            return Twice
+
+        def emit_all_reduce(builder, x):
+            builder.call("copy_", x, builder.call("add", x, x))
+            return x
+
+    whole = stand_in.ours("whole_step")
+    monkeypatch.setattr(whole, "TensorParallel", Twice)
+    group = types.SimpleNamespace(unique_name=name, device_group="the group")
+    monkeypatch.setattr(whole.parallel_state, "get_tp_group", lambda: group)
+    steps.run(16)
+    found = [steps.step(*sizes) for sizes in SEQUENCES]
+    assert {calls for _, calls in found} == {0 if name == "tp:0" else 3}
+    for layer in steps.context.no_compile_layers.values():
+        layer.kv_cache.zero_()
+    monkeypatch.setattr(whole.WholeStep, "__call__", lambda *args: None)
+    for sizes, (result, _) in zip(SEQUENCES, found, strict=True):
+        assert torch.equal(result, steps.step(*sizes)[0])
 
 
 def test_layers_may_have_metadata_of_their_own(steps):

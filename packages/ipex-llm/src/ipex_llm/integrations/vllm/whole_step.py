@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled step of vLLM as one program: attention to the paged cache becomes two instructions in it.
+"""A compiled step of vLLM as one program, attention to the paged cache and sums over ranks among its instructions.
 
 vLLM calls its op of attention from Python for each layer, which looks up cache and metadata by the name of the layer.
 These are known before a step runs. Steps that need more than the two instructions run the op: while vLLM measures
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm import forward_context
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.v1.attention.backend import AttentionType
 
@@ -21,6 +22,7 @@ from ipex_core.precompiled.lower import Call, Plan, Size, Slot
 from ipex_core.precompiled.whole import RUNNERS, NotWholeError, WholePlan
 from ipex_core.precompiled.writes import Writing
 from ipex_core.program import Program, Register
+from ipex_llm.distributed import TensorParallel
 from ipex_llm.integrations.vllm.attention import IpexAttentionImpl, IpexMetadata
 
 __all__ = ["OP", "WholeStep", "register"]
@@ -28,6 +30,8 @@ __all__ = ["OP", "WholeStep", "register"]
 Tensor = torch.Tensor
 
 OP = "vllm::unified_attention_with_output.default"
+#: vLLM's sum over the ranks of a group, which it names.
+_SUM = "vllm::all_reduce.default"
 #: Arguments of the op that must be missing or None.
 _NONE = ("output_scale", "output_block_scale", "kv_cache_dummy_dep")
 #: What a group of layers with the same metadata gives the program.
@@ -98,6 +102,8 @@ class WholeStep:
                     raise _not_whole("a number of tokens that varies", "another")
                 made[step.results[0]] = rows
                 continue
+            if step.name == _SUM:
+                continue
             given = dict(step.kwargs)
             if not isinstance(step.op, Writing) or step.name != OP:
                 raise _not_whole("calls of attention alone", step.name)
@@ -153,6 +159,8 @@ class WholeStep:
         at = iter(range(len(layers)))
 
         def call(step: Call) -> Sequence[Register | None]:
+            if step.name == _SUM:
+                return [_sum(whole, *step.args, **dict(step.kwargs))]
             if not isinstance(step.op, Writing):
                 return [None]  # new memory, which only the next op has
             i = next(at)
@@ -198,6 +206,21 @@ def _holds(bound: _Bound, layers: Sequence[Any], steps: Sequence[Any]) -> bool:
     """Return whether the layers have the caches, and share the metadata, that a program is written for."""
     same = all(layer.kv_cache is cache for layer, cache in zip(layers, bound.caches, strict=True))
     return same and all(step is steps[i] for step, i in zip(steps, bound.groups, strict=True))
+
+
+def _sum(whole: WholePlan, x: Slot, group_name: str) -> Register:
+    """Write the sum of a tensor over the ranks that divide the layers; return it.
+
+    Raises:
+        NotWholeError: It is the sum over another group.
+    """
+    group = parallel_state.get_tp_group()
+    if group.unique_name != group_name:
+        raise _not_whole(f"sums over {group.unique_name}", group_name)
+    term = whole.tensor(x)
+    total: Register = whole.builder.call("empty_like", term)  # others may read the term
+    whole.builder.call("copy_", total, term)
+    return TensorParallel.of(group.device_group).emit_all_reduce(whole.builder, total)
 
 
 def _attention(
