@@ -41,6 +41,7 @@ __all__ = [
     "Reader",
     "SHIFTED_BY_MAX",
     "SOFTCAP",
+    "SHARES",
     "SOFTMAX",
     "Weights",
     "log",
@@ -289,6 +290,8 @@ LAYER_NORM = (
 _EXP = ("exp", ("sub", "scores", ("row_max", "scores")))
 #: Of ``scores``.
 SOFTMAX = ("div", ("as", "exp", _EXP), ("row_sum", "exp"))
+#: Of ``scores``: what they are of their sum.
+SHARES = ("div", "scores", ("row_sum", "scores"))
 #: ``softmax``, with zeros where all ``scores`` of the row are -inf.
 GUARDED_SOFTMAX = (
     "where",

@@ -59,7 +59,7 @@ def when_matching(chosen: Callable[[str], bool], call: _Call) -> None:
 
 
 def constant_when_traced(function: _Function) -> _Function:
-    """Decorate a function that Dynamo calls once, while it traces. Dynamo takes 2 s to import, which this leaves out."""
+    """Decorate a function that Dynamo calls once, while it traces; Dynamo, which takes 2 s, is not imported for it."""
     when_imported("torch._dynamo", lambda dynamo: dynamo.assume_constant_result(function))
     return function
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import CASTS, Context, is_call, same, shape_of, val
 from ipex_core.fusion.aten.attention import fuse_attention
+from ipex_core.fusion.aten.experts import fuse_routing
 from ipex_core.fusion.aten.linear import fuse_gated, fuse_post_ops, pack_linears, unpack_linears
 from ipex_core.fusion.aten.merge import merge_bags, merge_linears
 from ipex_core.fusion.aten.norm_rotary import fuse_add_norms, fuse_norms, fuse_rotary
@@ -114,6 +115,7 @@ _STEPS: tuple[tuple[tuple[str, ...], Callable[[Context], None]], ...] = (
     (("post_op",), fuse_post_ops),
     (("merged",), merge_linears),
     (("bags",), merge_bags),
+    (("routing",), fuse_routing),
     (("add_norm",), fuse_add_norms),
 )
 
