@@ -5,9 +5,8 @@
 // column, so that a number of a key is one broadcast for 16 queries and nothing waits.
 #pragma once
 
+#include "attention_rules.h"
 #include "float8.h"
-
-namespace here = sycl::ext::oneapi;
 
 using Index = unsigned long;
 constexpr Index kLanes = 16;
@@ -44,36 +43,16 @@ IPEX_INLINE inline void attend(const T* q, const C* k, const C* v, T* out, const
   float* query = *&query_tile;
   float* sum = *&sum_tile;
 
-  long q_begin = 0, k_begin = 0;
-  if (q_starts != nullptr) {
-    q_begin = q_starts[sequence];
-    queries = q_starts[sequence + 1] - q_begin;
-  }
-  if (k_starts != nullptr) {
-    k_begin = k_starts[sequence];
-    keys = k_starts[sequence + 1] - k_begin;
-  } else if (k_lengths != nullptr) {
-    keys = k_lengths[sequence];
-  }
-  const long rows = group * queries;
-  const long first = position.get_group(2) * kLanes;
-  if (first >= rows) return;
-  const long last = first + static_cast<long>(kLanes) < rows ? first + kLanes - 1 : rows - 1;
-  const long offset = bottom_right != 0 ? keys - queries : 0;
-  // What no query of this group sees is not read.
-  const bool one_head = first / queries == last / queries;
-  long from = (one_head ? first % queries : 0) + offset - behind;
-  long to = (one_head ? last % queries : queries - 1) + offset + ahead + 1;
-  from = behind < 0 || from < 0 ? 0 : from;
-  to = ahead < 0 || to > keys ? keys : to;
-
-  const bool mine = first + static_cast<long>(lane) <= last;
-  const long row = mine ? first + static_cast<long>(lane) : last;
-  const long i = row % queries;
-  const long head = kv_head * group + row / queries;
-  const long place = i + offset;
-  const T* own =
-      q + (q_starts != nullptr ? 0 : sequence * q_batch) + head * q_head + (q_begin + i) * q_row;
+  const Sequence all(sequence, q_starts, k_starts, k_lengths, group, queries, keys,
+                     position.get_group(2) * kLanes, kLanes, behind, ahead, bottom_right);
+  if (all.nothing()) return;
+  const long to = all.to;
+  const bool mine = all.first + lane <= all.last;
+  const long row = all.row(static_cast<int>(lane));
+  const long i = row % all.queries;
+  const long head = kv_head * group + row / all.queries;
+  const long place = i + all.offset;
+  const T* own = all.line(q, row, q_starts, sequence, q_batch, q_head, q_row, kv_head * group);
   for (Index d = 0; d < static_cast<Index>(size); ++d) query[d * kLanes + lane] = load(own, d);
   for (Index d = 0; d < static_cast<Index>(value_size); ++d) sum[d * kLanes + lane] = 0.f;
   const float slope = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
@@ -82,7 +61,7 @@ IPEX_INLINE inline void attend(const T* q, const C* k, const C* v, T* out, const
   const float low = -__builtin_inff();
   float most = low;
   float total = 0.f;
-  for (long start = from; start < to; start += kBlock) {
+  for (long start = all.from; start < to; start += kBlock) {
     const C* key[kBlock];
     const C* value[kBlock];
     float key_scale[kBlock];
@@ -91,7 +70,7 @@ IPEX_INLINE inline void attend(const T* q, const C* k, const C* v, T* out, const
     for (Index t = 0; t < kBlock; ++t) {
       const long j = start + static_cast<long>(t) < to ? start + static_cast<long>(t) : to - 1;
       long block = k_starts != nullptr ? 0 : sequence;
-      long line = k_begin + j;
+      long line = all.k_begin + j;
       if (table != nullptr) {
         block = table[sequence * table_row + j / block_size];
         line = j % block_size;
@@ -114,12 +93,9 @@ IPEX_INLINE inline void attend(const T* q, const C* k, const C* v, T* out, const
     for (Index t = 0; t < kBlock; ++t) {
       const long j = start + static_cast<long>(t);
       const long distance = j - place;
-      float s = score[t] * scale * key_scale[t];
-      if (softcap > 0.f) s = softcap * sycl::tanh(s / softcap);
-      if (slopes != nullptr) s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
-      if (bias != nullptr && j < to) s += bias[j * m_key];
-      const bool hidden =
-          j >= to || (ahead >= 0 && distance > ahead) || (behind >= 0 && -distance > behind);
+      const float s = ruled(score[t] * scale * key_scale[t], softcap, slope,
+                            static_cast<int>(distance), j < to ? bias : nullptr, j * m_key);
+      const bool hidden = all.hides(static_cast<int>(j), static_cast<int>(distance));
       score[t] = hidden ? low : s;
       next = sycl::fmax(next, score[t]);
     }
@@ -152,17 +128,8 @@ IPEX_INLINE inline void attend(const T* q, const C* k, const C* v, T* out, const
     }
   }
   if (!mine) return;
-  // A query that sees no key gives zeros. (A score that is not a number leaves a total that is
-  // none.)
-  float factor = total == 0.f ? 0.f : 1.f / total;
-  if (sinks != nullptr && total != 0.f) {
-    const float peak = sycl::fmax(most, sinks[head]);
-    const float weight = sycl::exp(most - peak);
-    factor = weight / (total * weight + sycl::exp(sinks[head] - peak));
-  }
-  factor *= value_scale;
-  T* target =
-      out + (q_starts != nullptr ? 0 : sequence * o_batch) + head * o_head + (q_begin + i) * o_row;
+  const float factor = share_of(total, most, sinks, head) * value_scale;
+  T* target = all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
   for (Index d = 0; d < static_cast<Index>(value_size); ++d)
     store(target, d, sum[d * kLanes + lane] * factor);
 }

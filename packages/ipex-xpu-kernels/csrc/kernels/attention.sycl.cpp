@@ -19,12 +19,7 @@ void attention(const T* q, const T* k, const T* v, T* out, const float* mask, co
                nullptr, nullptr, 0, 0, 0, 0, 0, 0);
 }
 
-#define ATTENTION(T)                                                                             \
-  template void attention<T>(const T*, const T*, const T*, T*, const float*, const float*,       \
-                             const float*, const int*, const int*, const int*, const int*, long, \
-                             long, long, long, long, long, long, long, long, long, long, long,   \
-                             long, long, long, long, long, long, long, long, long, long, long,   \
-                             long, long, long, float, float, int);
+#define ATTENTION(T) template void attention<T>(IPEX_ATTENTION_ARGUMENTS(T));
 ATTENTION(float)
 ATTENTION(half)
 ATTENTION(bf16)

@@ -3,9 +3,7 @@
 // owns 64 queries that share a head of keys, and goes through the keys in blocks of 64. An item
 // computes 4 x 4 scores and 4 x 4 x kParts sums; what is shared goes through the memory of the
 // group.
-#include "names.h"
-
-namespace here = sycl::ext::oneapi;
+#include "attention_rules.h"
 
 constexpr int kRows = 64;   // queries of a group
 constexpr int kKeys = 64;   // keys of a block
@@ -42,48 +40,23 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
   float* const input_numbers = reinterpret_cast<float*>(inputs);
   float* const weight_numbers = reinterpret_cast<float*>(weights);
 
-  long q_begin = 0, k_begin = 0;
-  if (q_starts != nullptr) {
-    q_begin = q_starts[sequence];
-    queries = q_starts[sequence + 1] - q_begin;
-  }
-  if (k_starts != nullptr) {
-    k_begin = k_starts[sequence];
-    keys = k_starts[sequence + 1] - k_begin;
-  } else if (k_lengths != nullptr) {
-    keys = k_lengths[sequence];
-  }
-  const long rows = group * queries;
-  const long first = position.get_group(2) * kRows;
-  if (first >= rows) return;  // the whole group
-  const long last = first + kRows < rows ? first + kRows - 1 : rows - 1;
-  const long offset = bottom_right != 0 ? keys - queries : 0;
-  // What no query of this group sees is not read.
-  const bool one_head = first / queries == last / queries;
-  long from = (one_head ? first % queries : 0) + offset - behind;
-  long to = (one_head ? last % queries : queries - 1) + offset + ahead + 1;
-  from = behind < 0 || from < 0 ? 0 : from;
-  to = ahead < 0 || to > keys ? keys : to;
-
-  const auto row_of = [=](int r) { return first + r <= last ? first + r : last; };
+  const Sequence all(sequence, q_starts, k_starts, k_lengths, group, queries, keys,
+                     position.get_group(2) * kRows, kRows, behind, ahead, bottom_right);
+  if (all.nothing()) return;
+  const long to = all.to;
   const auto query_at = [=](long row) {
-    return q + (q_starts != nullptr ? 0 : sequence * q_batch) +
-           (kv_head * group + row / queries) * q_head + (q_begin + row % queries) * q_row;
+    return all.line(q, row, q_starts, sequence, q_batch, q_head, q_row, kv_head * group);
   };
-  const auto line_of = [=](const T* x, long batch, long head, long step, long j) {
-    long block = k_starts != nullptr ? 0 : sequence;
-    long line = k_begin + j;
-    if (table != nullptr) {
-      block = table[sequence * table_row + j / block_size];
-      line = j % block_size;
-    }
-    return x + block * batch + kv_head * head + line * step;
+  const auto at_line = [=](const T* x, long batch, long head, long step, long j) {
+    return line_of(x, j, sequence, all.k_begin, k_starts, table, table_row, block_size, batch,
+                   step) +
+           kv_head * head;
   };
   const float low = -__builtin_inff();
   float most[4] = {low, low, low, low};
   float total[4] = {};  // of the item's own keys
   float sums[4][4 * kParts] = {};
-  for (long start = from; start < to; start += kKeys) {
+  for (long start = all.from; start < to; start += kKeys) {
     float score[4][4] = {};
     for (long begin = 0; begin < size; begin += kDepth) {
 #pragma unroll
@@ -92,9 +65,9 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
         const int line = at / kDepth;
         const long d = begin + at % kDepth;
         const bool inside = d < size;
-        input_numbers[at % kDepth * kPitch + line] = inside ? load(query_at(row_of(line)), d) : 0.f;
+        input_numbers[at % kDepth * kPitch + line] = inside ? load(query_at(all.row(line)), d) : 0.f;
         input_numbers[(kDepth + at % kDepth) * kPitch + line] =
-            inside && start + line < to ? load(line_of(k, k_batch, k_head, k_row, start + line), d)
+            inside && start + line < to ? load(at_line(k, k_batch, k_head, k_row, start + line), d)
                                         : 0.f;
       }
       sycl::group_barrier(team);
@@ -112,24 +85,21 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const long row = row_of(down + i);
-      const long head = kv_head * group + row / queries;
-      const long place = row % queries + offset;
+      const long row = all.row(down + i);
+      const long head = kv_head * group + row / all.queries;
+      const long place = row % all.queries + all.offset;
       const float slope = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
       const float* bias = mask != nullptr
-                              ? mask + sequence * m_batch + head * m_head + row % queries * m_row
+                              ? mask + sequence * m_batch + head * m_head + row % all.queries * m_row
                               : nullptr;
       float top = low;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const long key = start + across + j;
         const long distance = key - place;
-        float s = score[i][j] * scale;
-        if (softcap > 0.f) s = softcap * sycl::tanh(s / softcap);
-        if (slopes != nullptr) s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
-        if (bias != nullptr && key < to) s += bias[key * m_key];
-        const bool hidden =
-            key >= to || (ahead >= 0 && distance > ahead) || (behind >= 0 && -distance > behind);
+        const float s = ruled(score[i][j] * scale, softcap, slope, static_cast<int>(distance),
+                              key < to ? bias : nullptr, key * m_key);
+        const bool hidden = all.hides(static_cast<int>(key), static_cast<int>(distance));
         score[i][j] = hidden ? low : s;
         top = sycl::fmax(top, score[i][j]);
       }
@@ -163,7 +133,7 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
         const long j = start + at / 64;
         const long d = part * 64 + at % 64;
         input_numbers[at / 64 * kPitch + at % 64] =
-            j < to && d < value_size ? load(line_of(v, v_batch, v_head, v_row, j), d) : 0.f;
+            j < to && d < value_size ? load(at_line(v, v_batch, v_head, v_row, j), d) : 0.f;
       }
       sycl::group_barrier(team);
 #pragma unroll 8
@@ -184,22 +154,13 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
   sycl::group_barrier(team);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (first + down + i > last) return;
+    if (all.first + down + i > all.last) return;
     float whole = 0.f;
 #pragma unroll
     for (int j = 0; j < 16; ++j) whole += of_rows[(down + i) * 17 + j];
-    const long row = first + down + i;
-    const long head = kv_head * group + row / queries;
-    // A query that sees no key gives zeros. (A score that is not a number leaves a total that is
-    // none.)
-    float factor = whole == 0.f ? 0.f : 1.f / whole;
-    if (sinks != nullptr && whole != 0.f) {
-      const float peak = sycl::fmax(most[i], sinks[head]);
-      const float weight = sycl::exp(most[i] - peak);
-      factor = weight / (whole * weight + sycl::exp(sinks[head] - peak));
-    }
-    T* target = out + (q_starts != nullptr ? 0 : sequence * o_batch) + head * o_head +
-                (q_begin + row % queries) * o_row;
+    const long row = all.first + down + i;
+    const float factor = share_of(whole, most[i], sinks, kv_head * group + row / all.queries);
+    T* target = all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
 #pragma unroll
     for (int d = 0; d < 4 * kParts; ++d) {
       const long at = d / 4 * 64 + across + d % 4;
@@ -208,12 +169,8 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
   }
 }
 
-#define ATTENTION_TILES(T, kParts)                                                              \
-  template void attention_tiles<T, kParts>(                                                     \
-      const T*, const T*, const T*, T*, const float*, const float*, const float*, const int*,   \
-      const int*, const int*, const int*, long, long, long, long, long, long, long, long, long, \
-      long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, \
-      long, long, float, float, int);
+#define ATTENTION_TILES(T, kParts) \
+  template void attention_tiles<T, kParts>(IPEX_ATTENTION_ARGUMENTS(T));
 #define ALL_PARTS(T)    \
   ATTENTION_TILES(T, 1) \
   ATTENTION_TILES(T, 2) \

@@ -82,9 +82,32 @@ struct leaky_relu {
   static float f(float x, float slope, float) { return x > 0.f ? x : x * slope; }
 };
 
+#ifdef IPEX_GPU
+// Of 16 bits, since sycl::erf takes longer than memory: erfc(z) = 2^(p(z) - z^2 / ln 2), of which p
+// was fitted for 0 <= z <= 9.5. The relative error is below 7e-6 where z < 4.2, and below 2.5e-4
+// where only bfloat16 has such small numbers.
+IPEX_INLINE inline float short_gelu(float x) {
+  constexpr float kFitted = 9.5f;
+  const float distance = x < 0.f ? -x : x;
+  const float z = distance * 0.70710678118654752f;
+  const float near = z < kFitted ? z : kFitted;
+  float p = -4.71340655e-08f;
+#pragma unroll
+  for (const float c : {2.43126897e-06f, -5.47227064e-05f, 0.000712582492f, -0.00602829317f,
+                        0.0355125107f, -0.154169619f, 0.526548028f, -1.62826169f, 9.07046888e-06f})
+    p = p * near + c;
+  const float tail = 0.5f * __builtin_elementwise_exp2(p - z * z * 1.4426950408889634f);
+  return x * (x < 0.f ? tail : 1.f - tail);
+}
+#endif
+
 template <typename Op, typename T>
 IPEX_KERNEL(1)
 void unary(const T* x, T* y, unsigned long n, float p, float q) {
+#ifdef IPEX_GPU
+  if constexpr (std::is_same_v<Op, gelu> && sizeof(T) == 2)
+    return map_elements(y, n, [](float value) IPEX_INLINE { return short_gelu(value); }, x);
+#endif
   map_elements(y, n, [=](float value) IPEX_INLINE { return Op::f(value, p, q); }, x);
 }
 

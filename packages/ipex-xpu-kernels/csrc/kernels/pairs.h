@@ -12,35 +12,10 @@
 // holds of a matrix: of two rows, neighbors as a rule, and four neighboring steps.
 #pragma once
 
-#include <sycl/ext/oneapi/bfloat16.hpp>
-#include <sycl/ext/oneapi/matrix/matrix.hpp>
+#include "joint.h"
 
-#include "names.h"
-
-namespace here = sycl::ext::oneapi;
-namespace joint = sycl::ext::oneapi::experimental::matrix;
-using Vector = ipex::WideBits;  // of eight numbers of 16 bits
-
-constexpr int kSide = 16;                   // of what joint_matrix multiplies
 constexpr int kDepth = 32;                  // steps of a tile: of two matrices
 constexpr int kUnits = kSide * kDepth / 8;  // of 16 rows of a tile
-
-template <typename T>
-struct Element {
-  using type = T;
-};
-template <>
-struct Element<bf16> {
-  using type = here::bfloat16;
-};
-
-template <typename E>
-using Left =
-    joint::joint_matrix<sycl::sub_group, E, joint::use::a, kSide, kSide, joint::layout::row_major>;
-template <typename E>
-using Right =
-    joint::joint_matrix<sycl::sub_group, E, joint::use::b, kSide, kSide, joint::layout::col_major>;
-using Sums = joint::joint_matrix<sycl::sub_group, float, joint::use::accumulator, kSide, kSide>;
 
 // Puts a unit into a matrix, whose numbers are neighbors: all of them where the first one is (a
 // loop over 16 numbers would stay one, and what it writes would be memory).

@@ -239,17 +239,13 @@ struct Row {
     values.each([&](unsigned long i, float value) IPEX_INLINE { total += f(i, value); });
     return joined(total, sycl::plus<float>());
   }
-  // NaN if there is one.
+  // Of numbers only: the powers of a NaN are NaN, too.
   template <typename Values>
   IPEX_INLINE float maximum_of(const Values& values) const {
     float top = -__builtin_inff();
-    values.each([&](unsigned long, float value)
-                    IPEX_INLINE { top = value > top || value != value ? value : top; });
-    // As whole numbers in the same order, above which NaN is.
-    const int bits = sycl::bit_cast<int>(top);
-    const int ordered = top != top ? 0x7fffffff : bits < 0 ? bits ^ 0x7fffffff : bits;
-    const int whole = joined(ordered, sycl::maximum<int>());
-    return sycl::bit_cast<float>(whole < 0 ? whole ^ 0x7fffffff : whole);
+    values.each(
+        [&](unsigned long, float value) IPEX_INLINE { top = value > top ? value : top; });
+    return joined(top, sycl::maximum<float>());
   }
   template <typename C, typename Op>
   IPEX_INLINE C joined(C value, Op op) const {

@@ -4,10 +4,19 @@
 // reduces; the cuts depend on shapes alone, so that results repeat.
 #include "names.h"
 
+#ifdef IPEX_GPU
+constexpr int kAhead = 8;          // loads of an item that are on their way at the same time
+constexpr int kColumnItems = 256;  // of a group that reduces columns
+#endif
+
 struct sum {
   template <typename C>
   static C first() {
     return 0;
+  }
+  template <typename C>
+  static C join(C a, C b) {
+    return a + b;
   }
   template <typename C>
   static C step(C total, C x, C) {
@@ -43,6 +52,10 @@ struct extreme {
     return better(x, top) || x != x ? x : top;
   }
   template <typename C>
+  static C join(C a, C b) {
+    return step(a, b, b);
+  }
+  template <typename C>
   static C across(const sycl::group<1>& group, C top) {
     if constexpr (std::is_same_v<C, float>) {
       if (sycl::any_of_group(group, top != top)) return __builtin_nanf("");
@@ -69,14 +82,27 @@ void reduce_rows(compute<T>* y, const T* x, const compute<T>* centers, unsigned 
   C total = Op::template first<C>();
   const auto step = [&](unsigned long i) { total = Op::step(total, load(x, i), center); };
 #ifdef IPEX_GPU
-  constexpr unsigned long kCount = ipex::Wide<T>::count;
+  using Numbers = ipex::Wide<T>;
+  constexpr unsigned long kCount = Numbers::count;
   if (count % kCount == 0 && ipex::aligned(x)) {
-#pragma unroll 4
-    for (unsigned long i = part.lane * kCount; i < count; i += part.lanes * kCount) {
-      const auto values = ipex::load_wide(x + i);
+    // kAhead loads are on their way at the same time.
+    const unsigned long pace = part.lanes * kCount;
+    unsigned long i = part.lane * kCount;
+    for (; i + (kAhead - 1) * pace < count; i += kAhead * pace) {
+      Numbers values[kAhead];
 #pragma unroll
-      for (int j = 0; j < static_cast<int>(kCount); ++j)
-        total = Op::step(total, values.get(j), center);
+      for (int a = 0; a < kAhead; ++a) values[a] = ipex::load_wide(x + i + a * pace);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+#pragma unroll
+        for (int j = 0; j < Numbers::count; ++j)
+          total = Op::step(total, values[a].get(j), center);
+      }
+    }
+    for (; i < count; i += pace) {
+      const Numbers values = ipex::load_wide(x + i);
+#pragma unroll
+      for (int j = 0; j < Numbers::count; ++j) total = Op::step(total, values.get(j), center);
     }
   } else {
     part.each_of(count, step);
@@ -88,6 +114,13 @@ void reduce_rows(compute<T>* y, const T* x, const compute<T>* centers, unsigned 
   if (part.leader()) y[part.index] = total * factor;
 }
 
+#ifdef IPEX_GPU
+// What the items of a group that share columns found.
+sycl::ext::oneapi::experimental::work_group_static<double[kColumnItems * 16]> found_in_columns;
+#endif
+
+// A group of a GPU has kDown items for each of its columns, and an item 16 bytes of a row, if they
+// lie so that it can load them at once, or else one number.
 template <typename Op, typename T>
 IPEX_KERNEL(2)
 void reduce_columns(compute<T>* y, const T* x, const compute<T>* centers, unsigned long length,
@@ -95,20 +128,76 @@ void reduce_columns(compute<T>* y, const T* x, const compute<T>* centers, unsign
                     compute<T> factor) {
   using C = compute<T>;
   const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
+#ifdef IPEX_GPU
+  const unsigned long index = item.get_group(0);
+#else
   const unsigned long index = item.get_global_id(0);
-  const unsigned long column = item.get_global_id(1);
-  if (column >= inner) return;
+#endif
   const unsigned long row = index / parts;
   const unsigned long begin = index % parts * chunk;
   const unsigned long end = begin + chunk < length ? begin + chunk : length;
+#ifdef IPEX_GPU
+  using Numbers = ipex::Wide<T>;
+  constexpr int kCount = Numbers::count;
+  const auto down = item.get_local_id(0);
+  const auto downs = item.get_local_range(0);
+  const unsigned long column = item.get_global_id(1) * kCount;
+  const bool wide = inner % kCount == 0 && ipex::aligned(x);
+  C totals[kCount];
+  C center[kCount];
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    totals[j] = Op::template first<C>();
+    center[j] = centers && column + j < inner ? centers[row * inner + column + j] : C(0);
+  }
+  const T* const own = x + row * length * inner + column;
+  if (wide && column < inner) {
+    unsigned long r = begin + down;
+    for (; r + (kAhead - 1) * downs < end; r += kAhead * downs) {
+      Numbers values[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) values[a] = ipex::load_wide(own + (r + a * downs) * inner);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+          totals[j] = Op::step(totals[j], values[a].get(j), center[j]);
+      }
+    }
+    for (; r < end; r += downs) {
+      const Numbers values = ipex::load_wide(own + r * inner);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) totals[j] = Op::step(totals[j], values.get(j), center[j]);
+    }
+  } else {
+    for (unsigned long r = begin + down; r < end; r += downs) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        if (column + j < inner) totals[j] = Op::step(totals[j], load(own, r * inner + j), center[j]);
+      }
+    }
+  }
+  // Joined in order, by the first of the items of a column.
+  C* const found = reinterpret_cast<C*>(*&found_in_columns) + item.get_local_id(1) * kCount;
+  const auto pace = item.get_local_range(1) * kCount;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) found[down * pace + j] = totals[j];
+  sycl::group_barrier(item.get_group());
+  for (unsigned long j = down; j < kCount; j += downs) {
+    if (column + j >= inner) continue;
+    C total = found[j];
+    for (unsigned long d = 1; d < downs; ++d) total = Op::join(total, found[d * pace + j]);
+    y[index * inner + column + j] = total * factor;
+  }
+#else
+  const unsigned long column = item.get_global_id(1);
+  if (column >= inner) return;
   const C center = centers ? centers[row * inner + column] : C(0);
   C total = Op::template first<C>();
-#ifdef IPEX_GPU
-#pragma unroll 8  // loads that are on their way at the same time
-#endif
   for (unsigned long r = begin; r < end; ++r)
     total = Op::step(total, load(x, (row * length + r) * inner + column), center);
   y[index * inner + column] = total * factor;
+#endif
 }
 
 // The first position of the extreme value of a row (the first NaN if there is one) and the value.

@@ -12,15 +12,18 @@ constexpr unsigned long kPowers = 8192;
 sycl::ext::oneapi::experimental::work_group_static<float[kPowers]> powers_of_row;
 #endif
 
-// Of rows of T, on a GPU by its own instruction where the result is rounded to 16 bits; not by
-// sycl::native::exp, which may be a call.
-template <typename T>
-IPEX_INLINE inline float power(float value) {
 #ifdef IPEX_GPU
-  if constexpr (sizeof(T) == 2) return __builtin_elementwise_exp2(value * 1.4426950408889634f);
-#endif
-  return sycl::exp(value);
+// Of value - top, as a power of 2 that has an instruction; `shift` is of top. (sycl::exp and
+// sycl::native::exp may be calls.) What the rounding of `shift` is, all powers of a row share.
+constexpr float kLog2e = 1.4426950408889634f;
+IPEX_INLINE inline float shift_of(float top) { return top * kLog2e; }
+IPEX_INLINE inline float power(float value, float shift) {
+  return __builtin_elementwise_exp2(value * kLog2e - shift);
 }
+#else
+inline float shift_of(float top) { return top; }
+inline float power(float value, float shift) { return sycl::exp(value - shift); }
+#endif
 
 template <typename T, bool logarithm>
 IPEX_KERNEL(1)
@@ -41,15 +44,16 @@ void softmax(const T* x, T* y, unsigned long columns) {
       }
     }
 #endif
+    const float shift = shift_of(top);
     const float sum = row.sum_of(
-        values, [=](unsigned long, float value) IPEX_INLINE { return power<T>(value - top); });
+        values, [=](unsigned long, float value) IPEX_INLINE { return power(value, shift); });
     if constexpr (logarithm) {
-      const float shift = top + sycl::log(sum);
-      values.put(y, [=](unsigned long, float value) IPEX_INLINE { return value - shift; });
+      const float less = top + sycl::log(sum);
+      values.put(y, [=](unsigned long, float value) IPEX_INLINE { return value - less; });
     } else {
       const float scale = 1.f / sum;
       values.put(
-          y, [=](unsigned long, float value) IPEX_INLINE { return power<T>(value - top) * scale; });
+          y, [=](unsigned long, float value) IPEX_INLINE { return power(value, shift) * scale; });
     }
   });
 }

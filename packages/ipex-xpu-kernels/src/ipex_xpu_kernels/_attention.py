@@ -12,7 +12,7 @@ from ipex_core.library.checks import read_once
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.attention import check_offsets
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
-from ipex_xpu_kernels._launch import is_gpu, kernel, launch
+from ipex_xpu_kernels._launch import DTYPES, is_gpu, kernel, launch
 
 __all__ = ["FUNCTIONS"]
 
@@ -111,9 +111,9 @@ def _run(
 
 #: Queries of a work-group of the kernel for quantized caches, and the largest head it has.
 _QUERIES, _LARGEST = 16, 256
-#: Of the kernel that splits the keys of a sequence: queries and items of a work-group, the most queries that it is used
-#: for, and the keys that a split has at least.
-_SPLIT_ROWS, _SPLIT_ITEMS, _SPLIT_MOST, _SPLIT_KEYS = 8, 256, 16, 256
+#: Of the kernel that splits the keys of a sequence: items of a work-group, the most queries that it is used for, the
+#: keys that a split has at least, and the work-groups that keep a GPU busy.
+_SPLIT_ITEMS, _SPLIT_MOST, _SPLIT_KEYS, _SPLIT_GROUPS = 128, 16, 256, 512
 
 
 def _splits(query: Tensor, key: Tensor, value: Tensor, rows: int) -> bool:
@@ -123,6 +123,8 @@ def _splits(query: Tensor, key: Tensor, value: Tensor, rows: int) -> bool:
         return False
     for x in (key, value):  # which are read by eight numbers
         if x.data_ptr() % (8 * x.element_size()) or any(n % 8 for n in x.stride()[:-1]):
+            return False
+        if max(x.stride()) >= 2**31:
             return False
     return is_gpu(query)
 
@@ -155,15 +157,17 @@ def _run_split(
     most = group * longest
     size, value_size = query.shape[3], value.shape[3]
     reach = keys if table is None else table.shape[1] * keys
-    blocks = -(-most // _SPLIT_ROWS)
+    rows_each = 4 if most <= 4 else 8
+    blocks = -(-most // rows_each)
     # Enough groups for a GPU, of keys that are worth one.
-    wanted = -(-1024 // (sequences * kv_heads * blocks))
+    wanted = -(-_SPLIT_GROUPS // (sequences * kv_heads * blocks))
     splits = max(1, min(wanted, -(-reach // _SPLIT_KEYS), 64))
     rows = sequences * kv_heads * splits * most
     parts = query.new_empty(rows * value_size, dtype=torch.float32)
     stats = query.new_empty(rows * 2, dtype=torch.float32)
     launch(
-        *(kernel("attention_split", query.dtype, key.dtype), query),
+        f"attention_split<{DTYPES[query.dtype]},{DTYPES[key.dtype]},{rows_each}>",
+        query,
         *((sequences, kv_heads, splits * blocks * _SPLIT_ITEMS), (1, 1, _SPLIT_ITEMS)),
         *(query, key, value, parts, stats, mask, slopes, q_starts, k_lengths, table),
         *(group, query.shape[2], keys, size, value_size, most, splits),

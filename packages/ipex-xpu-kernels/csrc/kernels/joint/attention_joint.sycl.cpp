@@ -4,18 +4,9 @@
 // keys in blocks; a sub-group owns 16 of them, whose scores pass through memory for the running
 // softmax. Sums stay in registers: what they are relative to changes only when a score is so much
 // larger than the largest one before that powers would become large.
-#include <sycl/ext/oneapi/bfloat16.hpp>
-#include <sycl/ext/oneapi/experimental/address_cast.hpp>
-#include <sycl/ext/oneapi/matrix/matrix.hpp>
+#include "attention_rules.h"
+#include "joint.h"
 
-#include "names.h"
-
-namespace here = sycl::ext::oneapi;
-namespace joint = sycl::ext::oneapi::experimental::matrix;
-using sycl::access::address_space;
-using Vector = ipex::WideBits;  // of eight numbers
-
-constexpr int kSide = 16;  // of what joint_matrix multiplies
 constexpr int kSubGroups = 4;
 constexpr int kRows = kSide * kSubGroups;  // queries of a group
 constexpr int kItems = kSubGroups * IPEX_SUB_GROUP;
@@ -34,28 +25,6 @@ constexpr int kScorePitch = kMostKeys + 4;  // floats, or twice as many numbers 
 constexpr int kInputs = 2 * 64 * 72 / 8;  // vectors
 constexpr int kScores = kRows * kScorePitch / 4;
 here::experimental::work_group_static<Vector[kInputs + kScores + kRows / 4]> tiles_of_group;
-
-template <typename T>
-struct Element {
-  using type = T;
-};
-template <>
-struct Element<bf16> {
-  using type = here::bfloat16;
-};
-
-template <typename T>
-auto local(T* p) {
-  return here::experimental::static_address_cast<address_space::local_space>(p);
-}
-
-IPEX_INLINE inline float larger(float a, float b) { return a > b ? a : b; }
-// tanh, by the power alone: one call that stays out of the way of the loop.
-IPEX_INLINE inline float capped(float x) {
-  const float power = sycl::native::exp(-2.f * (x < 0 ? -x : x));
-  const float value = (1.f - power) / (1.f + power);
-  return x < 0 ? -value : value;
-}
 
 // Joins the numbers of the items that share a query.
 template <typename F>
@@ -81,8 +50,6 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
   constexpr int kPitch = kSize + 8;
   constexpr int kLine = kSize / 8;  // vectors of a row of a tile
   constexpr int kVectors = kBlock * kLine / kItems;
-  constexpr auto kRowMajor = joint::layout::row_major;
-  constexpr auto kColumnMajor = joint::layout::col_major;
   const auto position = here::this_work_item::get_nd_item<3>();
   const auto team = position.get_group();
   const auto sub_group = position.get_sub_group();
@@ -94,38 +61,14 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
   const long sequence = position.get_group(0);
   const long kv_head = position.get_group(1);
 
-  long q_begin = 0, k_begin = 0;
-  if (q_starts != nullptr) {
-    q_begin = q_starts[sequence];
-    queries = q_starts[sequence + 1] - q_begin;
-  }
-  if (k_starts != nullptr) {
-    k_begin = k_starts[sequence];
-    keys = k_starts[sequence + 1] - k_begin;
-  } else if (k_lengths != nullptr) {
-    keys = k_lengths[sequence];
-  }
-  const long rows = group * queries;
-  const long first = position.get_group(2) * kRows;
-  if (first >= rows) return;  // the whole group
-  const long last = first + kRows < rows ? first + kRows - 1 : rows - 1;
-  const long offset = bottom_right != 0 ? keys - queries : 0;
-  // What no query of this group sees is not read.
-  const bool one_head = first / queries == last / queries;
-  long from = (one_head ? first % queries : 0) + offset - behind;
-  long to = (one_head ? last % queries : queries - 1) + offset + ahead + 1;
-  from = behind < 0 || from < 0 ? 0 : from;
-  to = ahead < 0 || to > keys ? keys : to;
-
-  const auto row_of = [=](int r) { return first + r <= last ? first + r : last; };
-  const auto line_of = [=](const T* x, long batch, long head, long step, long j) {
-    long block = k_starts != nullptr ? 0 : sequence;
-    long line = k_begin + j;
-    if (table != nullptr) {
-      block = table[sequence * table_row + j / block_size];
-      line = j % block_size;
-    }
-    return x + block * batch + kv_head * head + line * step;
+  const Sequence all(sequence, q_starts, k_starts, k_lengths, group, queries, keys,
+                     position.get_group(2) * kRows, kRows, behind, ahead, bottom_right);
+  if (all.nothing()) return;
+  const long to = all.to;
+  const auto at_line = [=](const T* x, long batch, long head, long step, long j) {
+    return line_of(x, j, sequence, all.k_begin, k_starts, table, table_row, block_size, batch,
+                   step) +
+           kv_head * head;
   };
   Vector* const tiles = *&tiles_of_group;
   E* const key_tile = reinterpret_cast<E*>(tiles);
@@ -135,16 +78,14 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
   float* const factors = reinterpret_cast<float*>(tiles + kInputs + kScores) + part * kSide;
 
   for (int at = item; at < kRows * kLine; at += kItems) {
-    const long row = row_of(at / kLine);
-    const T* line = q + (q_starts != nullptr ? 0 : sequence * q_batch) +
-                    (kv_head * group + row / queries) * q_head + (q_begin + row % queries) * q_row;
+    const T* line = all.line(q, all.row(at / kLine), q_starts, sequence, q_batch, q_head, q_row,
+                             kv_head * group);
     const int d = at % kLine * 8;
     tiles[(at / kLine * kPitch + d) / 8] =
         d < size ? *reinterpret_cast<const Vector*>(line + d) : Vector(0);
   }
   sycl::group_barrier(team);
-  joint::joint_matrix<sycl::sub_group, E, joint::use::a, kSide, kSide, kRowMajor>
-      query_parts[kSize / kSide];
+  Left<E> query_parts[kSize / kSide];
 #pragma unroll
   for (int d = 0; d < kSize / kSide; ++d) {
     joint::joint_matrix_load(sub_group, query_parts[d],
@@ -153,19 +94,18 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
   sycl::group_barrier(team);
 
   // The item's query.
-  const long my_row = row_of(part * kSide + own);
-  const long my_head = kv_head * group + my_row / queries;
-  const long place = my_row % queries + offset;
+  const long my_row = all.row(part * kSide + own);
+  const long my_head = kv_head * group + my_row / all.queries;
+  const long place = my_row % all.queries + all.offset;
   const float slope = slopes != nullptr ? slopes[sequence * slope_batch + my_head] : 0.f;
   const float* bias = mask != nullptr
-                          ? mask + sequence * m_batch + my_head * m_head + my_row % queries * m_row
+                          ? mask + sequence * m_batch + my_head * m_head + my_row % all.queries * m_row
                           : nullptr;
   const float low = -__builtin_inff();
   float most = low;
   float total = 0.f;  // of the item's own keys
   bool begun = false;
-  joint::joint_matrix<sycl::sub_group, float, joint::use::accumulator, kSide, kSide>
-      sums[kSize / kSide];
+  Sums sums[kSize / kSide];
 #pragma unroll
   for (int d = 0; d < kSize / kSide; ++d) joint::joint_matrix_fill(sub_group, sums[d], 0.f);
 
@@ -179,16 +119,16 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
       const int d = at % kLine * 8;
       key_parts[e] =
           j < to && d < size
-              ? *reinterpret_cast<const Vector*>(line_of(k, k_batch, k_head, k_row, j) + d)
+              ? *reinterpret_cast<const Vector*>(at_line(k, k_batch, k_head, k_row, j) + d)
               : Vector(0);
       value_parts[e] =
           j < to && d < value_size
-              ? *reinterpret_cast<const Vector*>(line_of(v, v_batch, v_head, v_row, j) + d)
+              ? *reinterpret_cast<const Vector*>(at_line(v, v_batch, v_head, v_row, j) + d)
               : Vector(0);
     }
   };
-  fetch(from);
-  for (long start = from; start < to; start += kBlock) {
+  fetch(all.from);
+  for (long start = all.from; start < to; start += kBlock) {
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
       const int at = item + e * kItems;
@@ -200,11 +140,11 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
     fetch(start + kBlock);  // on its way while this block is computed
 #pragma unroll 1
     for (int j = 0; j < kBlock / kSide; ++j) {
-      joint::joint_matrix<sycl::sub_group, float, joint::use::accumulator, kSide, kSide> square;
+      Sums square;
       joint::joint_matrix_fill(sub_group, square, 0.f);
 #pragma unroll
       for (int d = 0; d < kSize / kSide; ++d) {
-        joint::joint_matrix<sycl::sub_group, E, joint::use::b, kSide, kSide, kColumnMajor> columns;
+        Right<E> columns;
         joint::joint_matrix_load(sub_group, columns,
                                  local(key_tile + j * kSide * kPitch + d * kSide), kPitch);
         joint::joint_matrix_mad(sub_group, square, query_parts[d], columns, square);
@@ -220,12 +160,10 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
     for (int j = 0; j < kBlock / kEach; ++j) {
       const long key = start + j * kEach + column;
       const long distance = key - place;
-      float s = scores[own * kScorePitch + j * kEach + column] * scale;
-      if (softcap > 0.f) s = softcap * capped(s / softcap);
-      if (slopes != nullptr) s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
-      if (bias != nullptr && key < to) s += bias[key * m_key];
-      const bool hidden =
-          key >= to || (ahead >= 0 && distance > ahead) || (behind >= 0 && -distance > behind);
+      const float s =
+          ruled(scores[own * kScorePitch + j * kEach + column] * scale, softcap, slope,
+                static_cast<int>(distance), key < to ? bias : nullptr, key * m_key);
+      const bool hidden = all.hides(static_cast<int>(key), static_cast<int>(distance));
       score[j] = hidden ? low : s;
       top = larger(top, score[j]);
     }
@@ -262,11 +200,11 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
     sycl::group_barrier(sub_group);
 #pragma unroll 1
     for (int j = 0; j < kBlock / kSide; ++j) {
-      joint::joint_matrix<sycl::sub_group, E, joint::use::a, kSide, kSide, kRowMajor> row_parts;
+      Left<E> row_parts;
       joint::joint_matrix_load(sub_group, row_parts, local(weights + j * kSide), 2 * kScorePitch);
 #pragma unroll
       for (int d = 0; d < kSize / kSide; ++d) {
-        joint::joint_matrix<sycl::sub_group, E, joint::use::b, kSide, kSide, kRowMajor> columns;
+        Right<E, kRowMajor> columns;
         joint::joint_matrix_load(sub_group, columns,
                                  local(value_tile + j * kSide * kPitch + d * kSide), kPitch);
         joint::joint_matrix_mad(sub_group, sums[d], row_parts, columns, sums[d]);
@@ -276,14 +214,7 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
   }
 
   const float whole = shared(sub_group, total, [](float a, float b) { return a + b; });
-  // A query that sees no key gives zeros. (A score that is not a number leaves a total that is
-  // none.)
-  float factor = whole == 0.f ? 0.f : 1.f / whole;
-  if (sinks != nullptr && whole != 0.f) {
-    const float peak = sycl::fmax(most, sinks[my_head]);
-    const float weight = sycl::exp(most - peak);
-    factor = weight / (whole * weight + sycl::exp(sinks[my_head] - peak));
-  }
+  const float factor = share_of(whole, most, sinks, my_head);
   if (column == 0) factors[own] = factor;
 #pragma unroll
   for (int d = 0; d < kSize / kSide; ++d) {
@@ -291,22 +222,17 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
     joint::joint_matrix_store(sub_group, sums[d], local(scores), kSide, kRowMajor);
     sycl::group_barrier(sub_group);
     for (int e = lane; e < kSide * kSide; e += IPEX_SUB_GROUP) {
-      const long row = first + part * kSide + e / kSide;
+      const long row = all.first + part * kSide + e / kSide;
       const long at = d * kSide + e % kSide;
-      if (row > last || at >= value_size) continue;
-      T* target = out + (q_starts != nullptr ? 0 : sequence * o_batch) +
-                  (kv_head * group + row / queries) * o_head + (q_begin + row % queries) * o_row;
+      if (row > all.last || at >= value_size) continue;
+      T* target = all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
       store(target, at, scores[e] * factors[e / kSide]);
     }
   }
 }
 
-#define ATTENTION_JOINT(T, kSize)                                                               \
-  template void attention_joint<T, kSize>(                                                      \
-      const T*, const T*, const T*, T*, const float*, const float*, const float*, const int*,   \
-      const int*, const int*, const int*, long, long, long, long, long, long, long, long, long, \
-      long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, \
-      long, long, float, float, int);
+#define ATTENTION_JOINT(T, kSize) \
+  template void attention_joint<T, kSize>(IPEX_ATTENTION_ARGUMENTS(T));
 ATTENTION_JOINT(half, 64)
 ATTENTION_JOINT(half, 128)
 ATTENTION_JOINT(bf16, 64)

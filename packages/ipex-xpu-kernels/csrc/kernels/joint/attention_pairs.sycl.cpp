@@ -5,30 +5,18 @@
 // way to registers; a sub-group owns 16 of the queries. Scores stay in registers: what an item
 // holds of them is what it holds of the left operand of the product with the values, if keys are
 // dealt out as steps are. Values are kept by columns, since their steps are the keys.
+#include "attention_rules.h"
 #include "pairs.h"
 
 constexpr int kSubGroups = 4;
 constexpr int kRows = kSide * kSubGroups;  // queries of a group
 constexpr int kItems = kSubGroups * 32;
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLowest = -3.4028235e38f;  // of numbers
 
 template <int kSize>
 constexpr int kKeys = 4096 / kSize;  // of a block
 constexpr int kStored = 4096 / 8;    // vectors of a block of keys or values
 here::experimental::work_group_static<Vector[4 * kStored]> tiles_of_group;
-
-// Powers of 2, by an instruction where there is one, as a call would be slower.
-IPEX_INLINE inline float power(float x) { return __builtin_elementwise_exp2(x); }
-// tanh, by the power and, since a division may be a call, by Newton's steps to 1 / (1 + power).
-IPEX_INLINE inline float capped(float x) {
-  const float low = power(-2.f * kLog2e * (x < 0 ? -x : x));
-  float inverse = 1.4571f - 0.5f * (1.f + low);
-#pragma unroll
-  for (int step = 0; step < 3; ++step) inverse *= 2.f - (1.f + low) * inverse;
-  const float value = (1.f - low) * inverse;
-  return x < 0 ? -value : value;
-}
-IPEX_INLINE inline float larger(float a, float b) { return a > b ? a : b; }
 
 // Joins the numbers of the items that share queries.
 template <typename F>
@@ -62,44 +50,21 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
   const long sequence = position.get_group(0);
   const long kv_head = position.get_group(1);
 
-  // Fewer than 2^31 of everything but elements. What is not bound sees everything.
-  constexpr int kMost = 1 << 30;
-  int q_begin = 0, k_begin = 0;
-  unsigned int count = static_cast<unsigned int>(queries);  // for each head
-  int seen = static_cast<int>(keys);
-  if (q_starts != nullptr) {
-    q_begin = q_starts[sequence];
-    count = q_starts[sequence + 1] - q_begin;
-  }
-  if (k_starts != nullptr) {
-    k_begin = k_starts[sequence];
-    seen = k_starts[sequence + 1] - k_begin;
-  } else if (k_lengths != nullptr) {
-    seen = k_lengths[sequence];
-  }
-  const unsigned int rows = static_cast<unsigned int>(group) * count;
-  const unsigned int first = static_cast<unsigned int>(position.get_group(2)) * kRows;
-  if (first >= rows) return;  // the whole group
-  const unsigned int last = first + kRows < rows ? first + kRows - 1 : rows - 1;
-  const int offset = bottom_right != 0 ? seen - static_cast<int>(count) : 0;
-  const int before = behind < 0 || behind > kMost ? kMost : static_cast<int>(behind);
-  const int after = ahead < 0 || ahead > kMost ? kMost : static_cast<int>(ahead);
-  // What no query of this group sees is not read.
-  const bool one_head = first / count == last / count;
-  const int lowest = static_cast<int>(one_head ? first % count : 0) + offset;
-  const int highest = static_cast<int>(one_head ? last % count : count - 1) + offset;
-  const int from = lowest > before ? lowest - before : 0;
-  const int to = highest < seen - after ? highest + after + 1 : seen;
+  const Sequence all(sequence, q_starts, k_starts, k_lengths, group, queries, keys,
+                     position.get_group(2) * kRows, kRows, behind, ahead, bottom_right);
+  if (all.nothing()) return;
+  const int from = all.from;
+  const int to = all.to;
 
   k += kv_head * k_head;
   v += kv_head * v_head;
   if (plain || table == nullptr) {
     const long block = k_starts != nullptr ? 0 : sequence;
-    k += block * k_batch + (k_begin + from) * k_row;
-    v += block * v_batch + (k_begin + from) * v_row;
+    k += block * k_batch + (all.k_begin + from) * k_row;
+    v += block * v_batch + (all.k_begin + from) * v_row;
   }
   // Key j, of the block whose first key is `from` where there is no table.
-  const auto line_of = [=](const T* x, long batch, long step, int j, int place) IPEX_INLINE {
+  const auto at_line = [=](const T* x, long batch, long step, int j, int place) IPEX_INLINE {
     if (plain || table == nullptr) return x + place * step;
     const auto line = static_cast<unsigned int>(j);
     const auto lines = static_cast<unsigned int>(block_size);
@@ -125,7 +90,7 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
         some_keys[i][half] =
             j < to && at < size
                 ? *reinterpret_cast<const Vector*>(
-                      line_of(k, k_batch, k_row, j, key_row(block % kScores, g, half)) + at)
+                      at_line(k, k_batch, k_row, j, key_row(block % kScores, g, half)) + at)
                 : Vector(0);
       }
     }
@@ -134,7 +99,7 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
       const int j = start + value_row + i;
       some_values[i] = j < to && value_at < value_size
                            ? *reinterpret_cast<const Vector*>(
-                                 line_of(v, v_batch, v_row, j, value_row + i) + value_at)
+                                 at_line(v, v_batch, v_row, j, value_row + i) + value_at)
                            : Vector(0);
     }
     if (plain || table == nullptr) {
@@ -171,17 +136,16 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
   float slope[2];
   const float* bias[2];
   const T* query[2];
-  const unsigned int own = first + item / 32 * kSide + g;
+  const int own = item / 32 * kSide + g;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const unsigned int row = own + 8 * half <= last ? own + 8 * half : last;
-    const long head = kv_head * group + row / count;
-    const int at = static_cast<int>(row % count);
-    place[half] = at + offset;
+    const unsigned int row = all.row(own + 8 * half);
+    const long head = kv_head * group + row / all.queries;
+    const int at = static_cast<int>(row % all.queries);
+    place[half] = at + all.offset;
     slope[half] = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
     bias[half] = mask != nullptr ? mask + sequence * m_batch + head * m_head + at * m_row : nullptr;
-    query[half] =
-        q + (q_starts != nullptr ? 0 : sequence * q_batch) + head * q_head + (q_begin + at) * q_row;
+    query[half] = all.line(q, row, q_starts, sequence, q_batch, q_head, q_row, kv_head * group);
   }
   Left<E> parts_of_query[kParts];
 #pragma unroll
@@ -232,7 +196,8 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
     }
     // Number 4 j + i of a query is of the key 32 (j / 2) + 8 t + 4 (j % 2) + i.
     const bool edge =
-        start + kBlock > to || start + kBlock - 1 - lowest > after || highest - start > before;
+        start + kBlock > to || start + kBlock - 1 - all.lowest > all.after ||
+        all.highest - start > all.before;
     if (!plain || edge) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -245,8 +210,11 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
           if (!plain && slopes != nullptr)
             s -= slope[half] * static_cast<float>(distance < 0 ? -distance : distance);
           if (!plain && mask != nullptr && key < to) s += bias[half][key * m_key];
-          const bool hidden = key >= to || distance > after || -distance > before;
-          score[half][i] = hidden ? low : s * kLog2e;
+          // The lowest number, of masks, stays one.
+          const float scaled = s * kLog2e;
+          score[half][i] = all.hides(key, distance) || s == low ? low
+                           : scaled < kLowest                   ? kLowest
+                                                                : scaled;
         }
       }
     } else {
@@ -271,15 +239,14 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
         total[half] += score[half][i];
       }
     }
-    if (sycl::any_of_group(sub_group, factor[0] != 1.f || factor[1] != 1.f)) {
+    // Always, since to ask the others may be a call, before which all loads have to arrive.
 #pragma unroll
-      for (int d = 0; d < kParts; ++d) {
-        int e = 0;
-        joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
-          value *= factor[e / 2 % 2];
-          ++e;
-        });
-      }
+    for (int d = 0; d < kParts; ++d) {
+      int e = 0;
+      joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
+        value *= factor[e / 2 % 2];
+        ++e;
+      });
     }
 #pragma unroll
     for (int b = 0; b < kScores / 2; ++b) {
@@ -322,20 +289,12 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
   for (int half = 0; half < 2; ++half) {
     const float whole =
         shared(sub_group, total[half], [](float a, float b) IPEX_INLINE { return a + b; });
-    const unsigned int row = own + 8 * half;
-    if (row > last) continue;
-    const long head = kv_head * group + row / count;
-    // A query that sees no key gives zeros. (A score that is not a number leaves a total that is
-    // none.)
-    float factor = whole == 0.f ? 0.f : 1.f / whole;
-    if (sinks != nullptr && whole != 0.f) {
-      const float sink = sinks[head] * kLog2e;
-      const float peak = sycl::fmax(most[half], sink);
-      const float weight = power(most[half] - peak);
-      factor = weight / (whole * weight + power(sink - peak));
-    }
-    T* const target = out + (q_starts != nullptr ? 0 : sequence * o_batch) + head * o_head +
-                      (q_begin + static_cast<int>(row % count)) * o_row;
+    const unsigned int row = all.first + own + 8 * half;
+    if (row > all.last) continue;
+    const float factor = share_of(whole, most[half] * (1.f / kLog2e), sinks,
+                                  kv_head * group + row / all.queries);
+    T* const target =
+        all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
     using Bits = unsigned int __attribute__((ext_vector_type(2)));
     const bool dense = reinterpret_cast<unsigned long>(target) % 8 == 0;
 #pragma unroll
@@ -354,12 +313,8 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
   }
 }
 
-#define ATTENTION_PAIRS(T, kSize, plain)                                                        \
-  template void attention_pairs<T, kSize, plain>(                                               \
-      const T*, const T*, const T*, T*, const float*, const float*, const float*, const int*,   \
-      const int*, const int*, const int*, long, long, long, long, long, long, long, long, long, \
-      long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, \
-      long, long, float, float, int);
+#define ATTENTION_PAIRS(T, kSize, plain) \
+  template void attention_pairs<T, kSize, plain>(IPEX_ATTENTION_ARGUMENTS(T));
 #define ALL(T)                  \
   ATTENTION_PAIRS(T, 64, true)  \
   ATTENTION_PAIRS(T, 64, false) \

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whether the items of a device hold the numbers of a joint_matrix as ../pairs.h has it, which no
 // query of SYCL tells: a sub-group loads matrices of the places themselves.
-#include <sycl/ext/oneapi/experimental/address_cast.hpp>
-
 #include "pairs.h"
 
 here::experimental::work_group_static<Vector[kSide * kSide / 4]> places_of_group;
 
 template <typename E>
 auto local_places() {
-  return here::experimental::static_address_cast<sycl::access::address_space::local_space>(
-      reinterpret_cast<E*>(*&places_of_group));
+  return local(reinterpret_cast<E*>(*&places_of_group));
 }
 template <typename E>
 void set_places(const sycl::sub_group& sub_group, int item) {

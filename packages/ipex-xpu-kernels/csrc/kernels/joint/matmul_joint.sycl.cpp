@@ -3,20 +3,10 @@
 // compiled on the device, with the size of sub-groups in IPEX_SUB_GROUP. A group makes kTile x
 // kTile elements of the result, a sub-group kDown x kAcross of them. The next kDepth steps of both
 // operands are on their way to registers while tiles in the memory of the group are multiplied.
-#include <sycl/ext/oneapi/bfloat16.hpp>
-#include <sycl/ext/oneapi/experimental/address_cast.hpp>
-#include <sycl/ext/oneapi/matrix/matrix.hpp>
-
-#include "names.h"
-
-namespace here = sycl::ext::oneapi;
-namespace joint = sycl::ext::oneapi::experimental::matrix;
-using sycl::access::address_space;
-using Vector = ipex::WideBits;  // of eight numbers
+#include "joint.h"
 
 constexpr int kTile = 128;
 constexpr int kDepth = 32;
-constexpr int kSide = 16;  // of what joint_matrix multiplies
 constexpr int kSubGroups = 4;
 constexpr int kItems = kSubGroups * IPEX_SUB_GROUP;
 constexpr int kDown = 64;
@@ -30,20 +20,6 @@ constexpr int kStored =
 
 here::experimental::work_group_static<Vector[2 * kStored]> left_tiles;
 here::experimental::work_group_static<Vector[2 * kStored]> right_tiles;
-
-template <typename T>
-struct Element {
-  using type = T;
-};
-template <>
-struct Element<bf16> {
-  using type = here::bfloat16;
-};
-
-template <typename T>
-auto local(T* p) {
-  return here::experimental::static_address_cast<address_space::local_space>(p);
-}
 
 // The part of x that a group needs: x[row, step], or x[step, row] if swapped.
 template <bool swapped>
@@ -61,7 +37,7 @@ struct Operand {
   int places;
   Vector values[kVectors];
 
-  __attribute__((always_inline)) Operand(const void* first, long pitch, int rows, int steps,
+  IPEX_INLINE Operand(const void* first, long pitch, int rows, int steps,
                                          int item)
       : jump(kJump * pitch), advance(swapped ? kDepth * pitch : kDepth) {
     line = item / kLine;
@@ -70,7 +46,7 @@ struct Operand {
     lines = (swapped ? steps : rows) - line;
     places = (swapped ? rows : steps) - at;
   }
-  __attribute__((always_inline)) void fetch() {
+  IPEX_INLINE void fetch() {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const bool inside = i * kJump < lines && places > 0;
@@ -83,7 +59,7 @@ struct Operand {
       places -= kDepth;
     }
   }
-  __attribute__((always_inline)) void put(Vector* tile) const {
+  IPEX_INLINE void put(Vector* tile) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) tile[((line + i * kJump) * kPitch + at) / 8] = values[i];
   }
@@ -98,8 +74,6 @@ void matmul_joint(const T* a, const T* b, const T* c, T* y, int m, int n, int st
                   long a_pitch, long b_batch, long b_pitch, long c_batch, long c_row, long c_column,
                   long y_batch, long y_row, long y_column, float alpha, float beta) {
   using E = typename Element<T>::type;
-  constexpr auto kRowMajor = joint::layout::row_major;
-  constexpr auto kColumnMajor = joint::layout::col_major;
   const auto item = here::this_work_item::get_nd_item<3>();
   const auto group = item.get_group();
   const auto sub_group = item.get_sub_group();
@@ -118,8 +92,7 @@ void matmul_joint(const T* a, const T* b, const T* c, T* y, int m, int n, int st
   Vector* const lefts = *&left_tiles;
   Vector* const rights = *&right_tiles;
 
-  joint::joint_matrix<sycl::sub_group, float, joint::use::accumulator, kSide, kSide>
-      sums[kDown / kSide][kAcross / kSide];
+  Sums sums[kDown / kSide][kAcross / kSide];
 #pragma unroll
   for (int i = 0; i < kDown / kSide; ++i) {
 #pragma unroll
@@ -138,9 +111,7 @@ void matmul_joint(const T* a, const T* b, const T* c, T* y, int m, int n, int st
     E* const r = reinterpret_cast<E*>(rights + now);
 #pragma unroll
     for (int k = 0; k < kDepth; k += kSide) {
-      joint::joint_matrix<sycl::sub_group, E, joint::use::b, kSide, kSide,
-                          b_swapped ? kRowMajor : kColumnMajor>
-          columns[kAcross / kSide];
+      Right<E, b_swapped ? kRowMajor : kColumnMajor> columns[kAcross / kSide];
 #pragma unroll
       for (int j = 0; j < kAcross / kSide; ++j) {
         const int column = across + j * kSide;
@@ -152,9 +123,7 @@ void matmul_joint(const T* a, const T* b, const T* c, T* y, int m, int n, int st
 #pragma unroll
       for (int i = 0; i < kDown / kSide; ++i) {
         const int row = down + i * kSide;
-        joint::joint_matrix<sycl::sub_group, E, joint::use::a, kSide, kSide,
-                            a_swapped ? kColumnMajor : kRowMajor>
-            rows;
+        Left<E, a_swapped ? kColumnMajor : kRowMajor> rows;
         joint::joint_matrix_load(
             sub_group, rows, local(l + (a_swapped ? k * kRowPitch + row : row * kStepPitch + k)),
             Operand<a_swapped>::kPitch);

@@ -16,6 +16,22 @@ using std::optional;
 // Dense, with the dimension in question last.
 Tensor as_rows(const Tensor& x, std::int64_t dim) { return x.transpose(dim, -1).contiguous(); }
 
+// For kernels whose items keep up to 32 values of a row on a GPU: small groups, as long as they
+// fill the device.
+template <typename... Args>
+void launch_values(const Tensor& x, const std::string& name, std::int64_t rows,
+                   std::int64_t columns, Args... args) {
+  const auto device = static_cast<c10::DeviceIndex>(x.get_device());
+  if (bytes_of_item(static_cast<int>(device)) == 0 || rows == 0)
+    return launch_rows(x, name, rows, columns, args...);
+  const std::int64_t fill = device_info(device).compute_units * std::int64_t{2048};
+  std::int64_t group = 256;
+  while (group > 32 && group * 16 >= columns && rows * group > fill) group /= 2;
+  launch<1>(current_queue(device), device, name,
+            sycl::range<1>(static_cast<std::size_t>(rows * group)),
+            sycl::range<1>(static_cast<std::size_t>(group)), args...);
+}
+
 bool softmax_into(const Tensor& x, std::int64_t dim, bool half_to_float, bool logarithm,
                   const Tensor& out) {
   const auto dtype = kernel_dtype(x.scalar_type());
@@ -26,7 +42,7 @@ bool softmax_into(const Tensor& x, std::int64_t dim, bool half_to_float, bool lo
   const Tensor rows = x.dim() == 0 ? x : as_rows(x, dim);
   const Tensor result = last && out.is_contiguous() ? out : at::empty_like(rows);
   const std::int64_t columns = x.dim() == 0 ? 1 : rows.size(-1);
-  launch_rows(x, kernel_name("softmax", *dtype, logarithm ? "true" : "false"), x.numel() / columns,
+  launch_values(x, kernel_name("softmax", *dtype, logarithm ? "true" : "false"), x.numel() / columns,
               columns, data(rows), out_data(result), ulong(columns));
   if (!result.is_same(out)) out.copy_(x.dim() == 0 ? result : result.transpose(dim, -1));
   return true;
@@ -118,7 +134,7 @@ optional<Tensor> rms_norm_kernel(const Tensor& x, const Tensor* residual, Tensor
   if (sum && !sum->defined()) *sum = at::empty_like(rows);
   const Tensor total =
       !sum || sum->is_contiguous() ? (sum ? *sum : Tensor()) : at::empty_like(rows);
-  launch_rows(x, norm_name("rms_norm", *dtypes, residual), x.numel() / columns, columns, data(rows),
+  launch_values(x, norm_name("rms_norm", *dtypes, residual), x.numel() / columns, columns, data(rows),
               data(other), data(w), out_data(y), out_data(total), ulong(columns),
               static_cast<float>(eps), static_cast<float>(offset));
   if (sum && !total.is_same(*sum)) sum->copy_(total);
@@ -166,7 +182,7 @@ optional<LayerNorm> layer_norm_kernel(const Tensor& x, const Tensor* residual, c
   }
   Tensor total;
   if (residual) total = sum.defined() && sum.is_contiguous() ? sum : at::empty_like(rows);
-  launch_rows(x, norm_name("layer_norm", *dtypes, residual), count, columns, data(rows),
+  launch_values(x, norm_name("layer_norm", *dtypes, residual), count, columns, data(rows),
               data(other), data(w), data(b), out_data(result.y), out_data(total),
               out_data(result.mean), out_data(result.rstd), ulong(columns),
               static_cast<float>(eps));

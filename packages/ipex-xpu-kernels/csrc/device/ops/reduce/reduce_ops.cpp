@@ -69,19 +69,69 @@ Planes planes_of(const Tensor& x, const Dims& dims) {
   return planes;
 }
 
+// A group of a GPU that reduces columns: items that share 16 bytes of a row, and items across.
+constexpr std::int64_t kColumnItems = 256;
+constexpr std::int64_t kAhead = 8;  // loads of 16 bytes that an item has on their way
+struct ColumnGroup {
+  std::int64_t each = 1;  // numbers of an item
+  std::int64_t across = 32;
+  std::int64_t down = 1;
+  std::int64_t groups = 1;  // for all columns
+};
+// Nothing where an item has one column.
+optional<ColumnGroup> column_group(const Planes& p) {
+  const int bytes = bytes_of_item(static_cast<int>(p.x.get_device()));
+  if (bytes == 0) return std::nullopt;
+  ColumnGroup group;
+  group.each = bytes / p.x.element_size();
+  while (group.across > 1 && (group.across / 2) * group.each >= p.inner) group.across /= 2;
+  group.down = kColumnItems / group.across;
+  const std::int64_t columns = group.across * group.each;
+  group.groups = (p.inner + columns - 1) / columns;
+  return group;
+}
+
 // Starts the kernel on [outer, length, inner] in parts of `chunk`; y: [outer, parts, inner].
 void launch_reduce(const char* op, const Planes& p, const Tensor& centers, std::int64_t chunk,
                    double factor, const Tensor& y) {
   const std::int64_t parts = (p.length + chunk - 1) / chunk;
   const auto dtype = *dtype_of(p.x);
+  const auto device = static_cast<c10::DeviceIndex>(p.x.get_device());
   const auto run = [&](auto number) {
     if (p.inner == 1) {
-      launch_rows(p.x, kernel_name("reduce_rows", op, dtype), p.outer * parts, chunk, out_data(y),
-                  data(p.x), data(centers), ulong(p.length), ulong(chunk), ulong(parts), number);
+      const auto name = kernel_name("reduce_rows", op, dtype);
+      const std::int64_t rows = p.outer * parts;
+      const std::int64_t bytes = bytes_of_item(device);
+      if (bytes == 0) {
+        launch_rows(p.x, name, rows, chunk, out_data(y), data(p.x), data(centers), ulong(p.length),
+                    ulong(chunk), ulong(parts), number);
+        return;
+      }
+      // Small groups, whose items have several loads each, as long as they fill the device.
+      const std::int64_t fill = device_info(device).compute_units * std::int64_t{2048};
+      std::int64_t group = 256;
+      while (group > 32 && group * bytes * kAhead > chunk * p.x.element_size() &&
+             rows * group > fill)
+        group /= 2;
+      launch<1>(current_queue(device), device, name,
+                sycl::range<1>(static_cast<std::size_t>(rows * group)),
+                sycl::range<1>(static_cast<std::size_t>(group)), out_data(y), data(p.x),
+                data(centers), ulong(p.length), ulong(chunk), ulong(parts), number);
     } else {
-      launch_columns(p.x, kernel_name("reduce_columns", op, dtype), p.outer * parts, p.inner,
-                     out_data(y), data(p.x), data(centers), ulong(p.length), ulong(p.inner),
-                     ulong(chunk), ulong(parts), number);
+      const auto name = kernel_name("reduce_columns", op, dtype);
+      const auto group = column_group(p);
+      if (!group) {
+        launch_columns(p.x, name, p.outer * parts, p.inner, out_data(y), data(p.x), data(centers),
+                       ulong(p.length), ulong(p.inner), ulong(chunk), ulong(parts), number);
+        return;
+      }
+      const auto down = static_cast<std::size_t>(group->down);
+      const auto across = static_cast<std::size_t>(group->across);
+      launch<2>(current_queue(device), device, name,
+                sycl::range<2>(static_cast<std::size_t>(p.outer * parts) * down,
+                               static_cast<std::size_t>(group->groups) * across),
+                sycl::range<2>(down, across), out_data(y), data(p.x), data(centers),
+                ulong(p.length), ulong(p.inner), ulong(chunk), ulong(parts), number);
     }
   };
   if (is_float(p.x)) {
@@ -94,19 +144,25 @@ void launch_reduce(const char* op, const Planes& p, const Tensor& centers, std::
 // How many elements one work-group or work-item reduces: all, unless that leaves the device idle.
 std::int64_t chunk_of(const Planes& p) {
   const bool rows = p.inner == 1;
-  const std::int64_t busy = p.outer * p.inner;
-  const std::int64_t least = rows ? 4096 : 64;
+  std::int64_t busy = p.outer * p.inner;
+  std::int64_t least = rows ? 4096 : 64;
   const DeviceInfo& info = device_info(static_cast<c10::DeviceIndex>(p.x.get_device()));
   std::int64_t wanted = rows ? 64 : 4096;
   std::int64_t parts = 64;
   if (!info.is_cpu) {  // whose units hold several groups at a time
-    wanted = std::max<std::int64_t>(wanted, info.compute_units * (rows ? 8 : 2048));
+    const auto columns = rows ? std::nullopt : column_group(p);
+    if (columns) {
+      busy = p.outer * columns->groups;
+      least = columns->down * kAhead;
+    }
+    wanted = std::max<std::int64_t>(rows || columns ? 64 : 4096,
+                                    info.compute_units * (rows ? 8 : columns ? 4 : 2048));
     parts = (wanted + busy - 1) / busy;
   }
   if (busy >= wanted || p.length <= 2 * least) return p.length;
   const std::int64_t chunk = std::max(least, (p.length + parts - 1) / parts);
   // Whole parts for the loads of a GPU, which reads 16 bytes at once where it can.
-  return info.is_cpu || !rows ? chunk : (chunk + least - 1) / least * least;
+  return info.is_cpu ? chunk : (chunk + least - 1) / least * least;
 }
 
 const char* const kSum = "sum";
