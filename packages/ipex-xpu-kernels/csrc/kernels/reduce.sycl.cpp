@@ -67,11 +67,21 @@ struct extreme {
 using amax = extreme<true>;
 using amin = extreme<false>;
 
+// Results of float may go to a tensor of another dtype: of kind 1 bfloat16, 2 float16, else 0.
+template <typename C>
+inline void put_result(C* y, unsigned long i, C value, int kind) {
+  if constexpr (std::is_same_v<C, float>) {
+    if (kind == 1) return store(reinterpret_cast<bf16*>(y), i, value);
+    if (kind == 2) return store(reinterpret_cast<half*>(y), i, value);
+  }
+  y[i] = value;
+}
+
 // Group g reduces part g % parts of row g / parts; `centers` (or null) has a number for each row.
 template <typename Op, typename T>
 IPEX_KERNEL(1)
 void reduce_rows(compute<T>* y, const T* x, const compute<T>* centers, unsigned long length,
-                 unsigned long chunk, unsigned long parts, compute<T> factor) {
+                 unsigned long chunk, unsigned long parts, compute<T> factor, int kind) {
   using C = compute<T>;
   const Row part(chunk);
   const unsigned long row = part.index / parts;
@@ -111,7 +121,7 @@ void reduce_rows(compute<T>* y, const T* x, const compute<T>* centers, unsigned 
   part.each_of(count, step);
 #endif
   total = Op::across(part.group, total);
-  if (part.leader()) y[part.index] = total * factor;
+  if (part.leader()) put_result(y, part.index, C(total * factor), kind);
 }
 
 #ifdef IPEX_GPU
@@ -125,7 +135,7 @@ template <typename Op, typename T>
 IPEX_KERNEL(2)
 void reduce_columns(compute<T>* y, const T* x, const compute<T>* centers, unsigned long length,
                     unsigned long inner, unsigned long chunk, unsigned long parts,
-                    compute<T> factor) {
+                    compute<T> factor, int kind) {
   using C = compute<T>;
   const auto item = sycl::ext::oneapi::this_work_item::get_nd_item<2>();
 #ifdef IPEX_GPU
@@ -187,7 +197,7 @@ void reduce_columns(compute<T>* y, const T* x, const compute<T>* centers, unsign
     if (column + j >= inner) continue;
     C total = found[j];
     for (unsigned long d = 1; d < downs; ++d) total = Op::join(total, found[d * pace + j]);
-    y[index * inner + column + j] = total * factor;
+    put_result(y, index * inner + column + j, C(total * factor), kind);
   }
 #else
   const unsigned long column = item.get_global_id(1);
@@ -196,7 +206,7 @@ void reduce_columns(compute<T>* y, const T* x, const compute<T>* centers, unsign
   C total = Op::template first<C>();
   for (unsigned long r = begin; r < end; ++r)
     total = Op::step(total, load(x, (row * length + r) * inner + column), center);
-  y[index * inner + column] = total * factor;
+  put_result(y, index * inner + column, C(total * factor), kind);
 #endif
 }
 
@@ -258,9 +268,10 @@ void scan_columns(T* y, const T* x, unsigned long length, unsigned long inner) {
 
 #define REDUCE(op, T)                                                                          \
   template void reduce_rows<op, T>(compute<T>*, const T*, const compute<T>*, unsigned long,    \
-                                   unsigned long, unsigned long, compute<T>);                  \
+                                   unsigned long, unsigned long, compute<T>, int);             \
   template void reduce_columns<op, T>(compute<T>*, const T*, const compute<T>*, unsigned long, \
-                                      unsigned long, unsigned long, unsigned long, compute<T>);
+                                      unsigned long, unsigned long, unsigned long, compute<T>, \
+                                      int);
 #define ALL(macro, op) \
   IPEX_FLOATS(macro, op) macro(op, long) macro(op, int) macro(op, unsigned char)
 IPEX_FLOATS(REDUCE, sum_squares)

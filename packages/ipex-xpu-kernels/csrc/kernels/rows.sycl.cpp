@@ -12,18 +12,26 @@ constexpr unsigned long kPowers = 8192;
 sycl::ext::oneapi::experimental::work_group_static<float[kPowers]> powers_of_row;
 #endif
 
+// exp(value - top) of rows of T; `shift` is of `top`. On a GPU, where the result is rounded to 16
+// bits, as a power of 2 that has an instruction: sycl::exp and sycl::native::exp may be calls. What
+// the rounding of `shift` is, all powers of a row share.
 #ifdef IPEX_GPU
-// Of value - top, as a power of 2 that has an instruction; `shift` is of top. (sycl::exp and
-// sycl::native::exp may be calls.) What the rounding of `shift` is, all powers of a row share.
-constexpr float kLog2e = 1.4426950408889634f;
-IPEX_INLINE inline float shift_of(float top) { return top * kLog2e; }
-IPEX_INLINE inline float power(float value, float shift) {
-  return __builtin_elementwise_exp2(value * kLog2e - shift);
-}
+template <typename T>
+constexpr bool kShort = sizeof(T) == 2;
 #else
-inline float shift_of(float top) { return top; }
-inline float power(float value, float shift) { return sycl::exp(value - shift); }
+template <typename T>
+constexpr bool kShort = false;
 #endif
+constexpr float kLog2e = 1.4426950408889634f;
+template <typename T>
+IPEX_INLINE inline float shift_of(float top) {
+  return kShort<T> ? top * kLog2e : top;
+}
+template <typename T>
+IPEX_INLINE inline float power(float value, float shift) {
+  if constexpr (kShort<T>) return __builtin_elementwise_exp2(value * kLog2e - shift);
+  return sycl::exp(value - shift);
+}
 
 template <typename T, bool logarithm>
 IPEX_KERNEL(1)
@@ -44,16 +52,16 @@ void softmax(const T* x, T* y, unsigned long columns) {
       }
     }
 #endif
-    const float shift = shift_of(top);
+    const float shift = shift_of<T>(top);
     const float sum = row.sum_of(
-        values, [=](unsigned long, float value) IPEX_INLINE { return power(value, shift); });
+        values, [=](unsigned long, float value) IPEX_INLINE { return power<T>(value, shift); });
     if constexpr (logarithm) {
       const float less = top + sycl::log(sum);
       values.put(y, [=](unsigned long, float value) IPEX_INLINE { return value - less; });
     } else {
       const float scale = 1.f / sum;
       values.put(
-          y, [=](unsigned long, float value) IPEX_INLINE { return power(value, shift) * scale; });
+          y, [=](unsigned long, float value) IPEX_INLINE { return power<T>(value, shift) * scale; });
     }
   });
 }

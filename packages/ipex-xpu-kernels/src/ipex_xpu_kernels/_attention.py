@@ -113,7 +113,7 @@ def _run(
 _QUERIES, _LARGEST = 16, 256
 #: Of the kernel that splits the keys of a sequence: items of a work-group, the most queries that it is used for, the
 #: keys that a split has at least, and the work-groups that keep a GPU busy.
-_SPLIT_ITEMS, _SPLIT_MOST, _SPLIT_KEYS, _SPLIT_GROUPS = 128, 16, 256, 512
+_SPLIT_ITEMS, _SPLIT_MOST, _SPLIT_KEYS, _SPLIT_GROUPS = 128, 16, 128, 256
 
 
 def _splits(query: Tensor, key: Tensor, value: Tensor, rows: int) -> bool:

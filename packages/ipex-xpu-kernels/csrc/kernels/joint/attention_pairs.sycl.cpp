@@ -239,14 +239,15 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
         total[half] += score[half][i];
       }
     }
-    // Always, since to ask the others may be a call, before which all loads have to arrive.
+    if (sycl::any_of_group(sub_group, factor[0] != 1.f || factor[1] != 1.f)) {
 #pragma unroll
-    for (int d = 0; d < kParts; ++d) {
-      int e = 0;
-      joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
-        value *= factor[e / 2 % 2];
-        ++e;
-      });
+      for (int d = 0; d < kParts; ++d) {
+        int e = 0;
+        joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
+          value *= factor[e / 2 % 2];
+          ++e;
+        });
+      }
     }
 #pragma unroll
     for (int b = 0; b < kScores / 2; ++b) {

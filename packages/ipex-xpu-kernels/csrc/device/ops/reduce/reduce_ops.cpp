@@ -97,6 +97,7 @@ void launch_reduce(const char* op, const Planes& p, const Tensor& centers, std::
   const std::int64_t parts = (p.length + chunk - 1) / chunk;
   const auto dtype = *dtype_of(p.x);
   const auto device = static_cast<c10::DeviceIndex>(p.x.get_device());
+  const int kind = y.scalar_type() == at::kBFloat16 ? 1 : y.scalar_type() == at::kHalf ? 2 : 0;
   const auto run = [&](auto number) {
     if (p.inner == 1) {
       const auto name = kernel_name("reduce_rows", op, dtype);
@@ -104,7 +105,7 @@ void launch_reduce(const char* op, const Planes& p, const Tensor& centers, std::
       const std::int64_t bytes = bytes_of_item(device);
       if (bytes == 0) {
         launch_rows(p.x, name, rows, chunk, out_data(y), data(p.x), data(centers), ulong(p.length),
-                    ulong(chunk), ulong(parts), number);
+                    ulong(chunk), ulong(parts), number, kind);
         return;
       }
       // Small groups, whose items have several loads each, as long as they fill the device.
@@ -116,13 +117,13 @@ void launch_reduce(const char* op, const Planes& p, const Tensor& centers, std::
       launch<1>(current_queue(device), device, name,
                 sycl::range<1>(static_cast<std::size_t>(rows * group)),
                 sycl::range<1>(static_cast<std::size_t>(group)), out_data(y), data(p.x),
-                data(centers), ulong(p.length), ulong(chunk), ulong(parts), number);
+                data(centers), ulong(p.length), ulong(chunk), ulong(parts), number, kind);
     } else {
       const auto name = kernel_name("reduce_columns", op, dtype);
       const auto group = column_group(p);
       if (!group) {
         launch_columns(p.x, name, p.outer * parts, p.inner, out_data(y), data(p.x), data(centers),
-                       ulong(p.length), ulong(p.inner), ulong(chunk), ulong(parts), number);
+                       ulong(p.length), ulong(p.inner), ulong(chunk), ulong(parts), number, kind);
         return;
       }
       const auto down = static_cast<std::size_t>(group->down);
@@ -131,7 +132,7 @@ void launch_reduce(const char* op, const Planes& p, const Tensor& centers, std::
                 sycl::range<2>(static_cast<std::size_t>(p.outer * parts) * down,
                                static_cast<std::size_t>(group->groups) * across),
                 sycl::range<2>(down, across), out_data(y), data(p.x), data(centers),
-                ulong(p.length), ulong(p.inner), ulong(chunk), ulong(parts), number);
+                ulong(p.length), ulong(p.inner), ulong(chunk), ulong(parts), number, kind);
     }
   };
   if (is_float(p.x)) {
@@ -170,15 +171,20 @@ const char* const kSquares = "sum_squares";
 const char* const kMax = "extreme<true>";
 const char* const kMin = "extreme<false>";
 
-// [outer * inner] numbers, float or long.
-Tensor reduce(const char* op, const Planes& p, double factor = 1, const Tensor& centers = {}) {
+// [outer * inner] numbers, float or long; or into `out`, dense and of a dtype that kernels have, for
+// numbers with a fraction.
+Tensor reduce(const char* op, const Planes& p, double factor = 1, const Tensor& centers = {},
+              const Tensor& out = {}) {
   const auto options = p.x.options().dtype(compute_dtype(p.x));
   const std::int64_t chunk = chunk_of(p);
   const std::int64_t parts = (p.length + chunk - 1) / chunk;
-  const Tensor y = at::empty({p.outer * parts * p.inner}, options);
+  const auto result_of = [&] {
+    return out.defined() ? out : at::empty({p.outer * p.inner}, options);
+  };
+  const Tensor y = parts == 1 ? result_of() : at::empty({p.outer * parts * p.inner}, options);
   launch_reduce(op, p, centers, chunk, parts == 1 ? factor : 1, y);
   if (parts == 1) return y;
-  const Tensor result = at::empty({p.outer * p.inner}, options);
+  const Tensor result = result_of();
   launch_reduce(op == kSquares ? kSum : op, {y, p.outer, parts, p.inner}, {}, parts, factor,
                 result);
   return result;
@@ -205,7 +211,12 @@ bool reduce_into(const char* op, const Tensor& x, OptionalIntArrayRef dim, bool 
   const auto sizes = reduced_sizes(x, dims, keepdim);
   if (out.sizes() != IntArrayRef(sizes)) return false;
   const Planes planes = planes_of(x, dims);
-  out.copy_(reduce(op, planes, mean ? 1. / static_cast<double>(planes.length) : 1).view(sizes));
+  const double factor = mean ? 1. / static_cast<double>(planes.length) : 1;
+  if (is_float(x) && is_float(out) && out.is_contiguous()) {
+    reduce(op, planes, factor, {}, out);
+  } else {
+    out.copy_(reduce(op, planes, factor).view(sizes));
+  }
   return true;
 }
 
