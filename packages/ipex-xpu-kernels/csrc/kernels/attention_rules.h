@@ -101,8 +101,8 @@ IPEX_INLINE inline const C* line_of(const C* x, long j, long sequence, long k_be
 }
 
 // A score as the rules of the call have it; `bias` is of its query, or null.
-IPEX_INLINE inline float ruled(float s, float softcap, float slope, int distance,
-                               const float* bias, long at) {
+IPEX_INLINE inline float ruled(float s, float softcap, float slope, int distance, const float* bias,
+                               long at) {
   if (softcap > 0.f) s = softcap * sycl::tanh(s / softcap);
   s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
   return bias != nullptr ? s + bias[at] : s;
@@ -119,8 +119,8 @@ IPEX_INLINE inline float share_of(float total, float most, const float* sinks, l
 }
 
 // The arguments of kernels with T for everything, in lists of instantiations.
-#define IPEX_ATTENTION_ARGUMENTS(T)                                                               \
-  const T*, const T*, const T*, T*, const float*, const float*, const float*, const int*,         \
-      const int*, const int*, const int*, long, long, long, long, long, long, long, long, long,   \
-      long, long, long, long, long, long, long, long, long, long, long, long, long, long, long,   \
+#define IPEX_ATTENTION_ARGUMENTS(T)                                                             \
+  const T*, const T*, const T*, T*, const float*, const float*, const float*, const int*,       \
+      const int*, const int*, const int*, long, long, long, long, long, long, long, long, long, \
+      long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, \
       long, long, float, float, int

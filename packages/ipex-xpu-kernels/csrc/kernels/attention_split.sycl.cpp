@@ -57,17 +57,15 @@ IPEX_INLINE inline void gather(const sycl::sub_group& sub_group, int item, float
 // (most_rows of them) value_size sums; stats: the largest score and the sum of the weights.
 template <typename T, typename C, int kRows>
 IPEX_KERNEL(3)
-SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((here::experimental::sub_group_size<32>))
-void attention_split(const T* q, const C* k, const C* v, float* parts, float* stats,
-                     const float* mask, const float* slopes, const int* q_starts,
-                     const int* k_lengths, const int* table, long group, long queries, long keys,
-                     long size, long value_size, long most_rows, long splits, long q_batch,
-                     long q_head, long q_row, long k_batch, long k_head, long k_row, long v_batch,
-                     long v_head, long v_row, long m_batch, long m_head, long m_row, long m_key,
-                     long slope_batch, long table_row, long block_size, long behind, long ahead,
-                     float scale, float softcap, int bottom_right, const float* k_rows,
-                     const float* v_rows, long kr_batch, long kr_head, long kr_row, long vr_batch,
-                     long vr_head, long vr_row) {
+SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((here::experimental::sub_group_size<32>)) void attention_split(
+    const T* q, const C* k, const C* v, float* parts, float* stats, const float* mask,
+    const float* slopes, const int* q_starts, const int* k_lengths, const int* table, long group,
+    long queries, long keys, long size, long value_size, long most_rows, long splits, long q_batch,
+    long q_head, long q_row, long k_batch, long k_head, long k_row, long v_batch, long v_head,
+    long v_row, long m_batch, long m_head, long m_row, long m_key, long slope_batch, long table_row,
+    long block_size, long behind, long ahead, float scale, float softcap, int bottom_right,
+    const float* k_rows, const float* v_rows, long kr_batch, long kr_head, long kr_row,
+    long vr_batch, long vr_head, long vr_row) {
   constexpr int kEach = kLanes / kRows;  // keys: as many scores as items
   const auto position = here::this_work_item::get_nd_item<3>();
   const auto sub_group = position.get_sub_group();
@@ -144,8 +142,8 @@ void attention_split(const T* q, const C* k, const C* v, float* parts, float* st
   const auto fetch = [&](Stored<C>(&numbers)[kEach], const C* x, int batch, int step) IPEX_INLINE {
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      numbers[i] = *reinterpret_cast<const Stored<C>*>(
-          x + static_cast<long>(pages[i]) * batch + static_cast<long>(lines[i]) * step);
+      numbers[i] = *reinterpret_cast<const Stored<C>*>(x + static_cast<long>(pages[i]) * batch +
+                                                       static_cast<long>(lines[i]) * step);
   };
   const auto factor_of = [&](const float* scales, long batch, long head, long step) IPEX_INLINE {
     if (scales == nullptr) return 1.f;
@@ -182,7 +180,8 @@ void attention_split(const T* q, const C* k, const C* v, float* parts, float* st
   const int place = static_cast<int>(row % all.queries) + all.offset;
   const float slope = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
   const float* const bias =
-      mask != nullptr ? mask + sequence * m_batch + head * m_head + row % all.queries * m_row : nullptr;
+      mask != nullptr ? mask + sequence * m_batch + head * m_head + row % all.queries * m_row
+                      : nullptr;
   const float cap = softcap > 0.f ? 1.f / softcap : 0.f;
   const float low = -__builtin_inff();
   const int leader = item % 32 / kLanes * kLanes;  // the first item with these queries and keys

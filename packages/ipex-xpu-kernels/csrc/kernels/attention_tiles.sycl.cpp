@@ -65,7 +65,8 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
         const int line = at / kDepth;
         const long d = begin + at % kDepth;
         const bool inside = d < size;
-        input_numbers[at % kDepth * kPitch + line] = inside ? load(query_at(all.row(line)), d) : 0.f;
+        input_numbers[at % kDepth * kPitch + line] =
+            inside ? load(query_at(all.row(line)), d) : 0.f;
         input_numbers[(kDepth + at % kDepth) * kPitch + line] =
             inside && start + line < to ? load(at_line(k, k_batch, k_head, k_row, start + line), d)
                                         : 0.f;
@@ -89,9 +90,9 @@ void attention_tiles(const T* q, const T* k, const T* v, T* out, const float* ma
       const long head = kv_head * group + row / all.queries;
       const long place = row % all.queries + all.offset;
       const float slope = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
-      const float* bias = mask != nullptr
-                              ? mask + sequence * m_batch + head * m_head + row % all.queries * m_row
-                              : nullptr;
+      const float* bias =
+          mask != nullptr ? mask + sequence * m_batch + head * m_head + row % all.queries * m_row
+                          : nullptr;
       float top = low;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

@@ -243,8 +243,7 @@ struct Row {
   template <typename Values>
   IPEX_INLINE float maximum_of(const Values& values) const {
     float top = -__builtin_inff();
-    values.each(
-        [&](unsigned long, float value) IPEX_INLINE { top = value > top ? value : top; });
+    values.each([&](unsigned long, float value) IPEX_INLINE { top = value > top ? value : top; });
     return joined(top, sycl::maximum<float>());
   }
   template <typename C, typename Op>

@@ -105,8 +105,7 @@ void reduce_rows(compute<T>* y, const T* x, const compute<T>* centers, unsigned 
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
 #pragma unroll
-        for (int j = 0; j < Numbers::count; ++j)
-          total = Op::step(total, values[a].get(j), center);
+        for (int j = 0; j < Numbers::count; ++j) total = Op::step(total, values[a].get(j), center);
       }
     }
     for (; i < count; i += pace) {
@@ -183,7 +182,8 @@ void reduce_columns(compute<T>* y, const T* x, const compute<T>* centers, unsign
     for (unsigned long r = begin + down; r < end; r += downs) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        if (column + j < inner) totals[j] = Op::step(totals[j], load(own, r * inner + j), center[j]);
+        if (column + j < inner)
+          totals[j] = Op::step(totals[j], load(own, r * inner + j), center[j]);
       }
     }
   }

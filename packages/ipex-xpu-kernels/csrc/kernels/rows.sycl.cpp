@@ -60,8 +60,8 @@ void softmax(const T* x, T* y, unsigned long columns) {
       values.put(y, [=](unsigned long, float value) IPEX_INLINE { return value - less; });
     } else {
       const float scale = 1.f / sum;
-      values.put(
-          y, [=](unsigned long, float value) IPEX_INLINE { return power<T>(value, shift) * scale; });
+      values.put(y, [=](unsigned long, float value)
+                        IPEX_INLINE { return power<T>(value, shift) * scale; });
     }
   });
 }

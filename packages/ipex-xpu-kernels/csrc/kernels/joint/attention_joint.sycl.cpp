@@ -98,9 +98,9 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
   const long my_head = kv_head * group + my_row / all.queries;
   const long place = my_row % all.queries + all.offset;
   const float slope = slopes != nullptr ? slopes[sequence * slope_batch + my_head] : 0.f;
-  const float* bias = mask != nullptr
-                          ? mask + sequence * m_batch + my_head * m_head + my_row % all.queries * m_row
-                          : nullptr;
+  const float* bias =
+      mask != nullptr ? mask + sequence * m_batch + my_head * m_head + my_row % all.queries * m_row
+                      : nullptr;
   const float low = -__builtin_inff();
   float most = low;
   float total = 0.f;  // of the item's own keys
@@ -160,9 +160,8 @@ void attention_joint(const T* q, const T* k, const T* v, T* out, const float* ma
     for (int j = 0; j < kBlock / kEach; ++j) {
       const long key = start + j * kEach + column;
       const long distance = key - place;
-      const float s =
-          ruled(scores[own * kScorePitch + j * kEach + column] * scale, softcap, slope,
-                static_cast<int>(distance), key < to ? bias : nullptr, key * m_key);
+      const float s = ruled(scores[own * kScorePitch + j * kEach + column] * scale, softcap, slope,
+                            static_cast<int>(distance), key < to ? bias : nullptr, key * m_key);
       const bool hidden = all.hides(static_cast<int>(key), static_cast<int>(distance));
       score[j] = hidden ? low : s;
       top = larger(top, score[j]);

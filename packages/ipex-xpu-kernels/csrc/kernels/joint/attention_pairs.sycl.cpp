@@ -195,9 +195,8 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
       });
     }
     // Number 4 j + i of a query is of the key 32 (j / 2) + 8 t + 4 (j % 2) + i.
-    const bool edge =
-        start + kBlock > to || start + kBlock - 1 - all.lowest > all.after ||
-        all.highest - start > all.before;
+    const bool edge = start + kBlock > to || start + kBlock - 1 - all.lowest > all.after ||
+                      all.highest - start > all.before;
     if (!plain || edge) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -292,8 +291,8 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
         shared(sub_group, total[half], [](float a, float b) IPEX_INLINE { return a + b; });
     const unsigned int row = all.first + own + 8 * half;
     if (row > all.last) continue;
-    const float factor = share_of(whole, most[half] * (1.f / kLog2e), sinks,
-                                  kv_head * group + row / all.queries);
+    const float factor =
+        share_of(whole, most[half] * (1.f / kLog2e), sinks, kv_head * group + row / all.queries);
     T* const target =
         all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
     using Bits = unsigned int __attribute__((ext_vector_type(2)));

@@ -37,8 +37,7 @@ struct Operand {
   int places;
   Vector values[kVectors];
 
-  IPEX_INLINE Operand(const void* first, long pitch, int rows, int steps,
-                                         int item)
+  IPEX_INLINE Operand(const void* first, long pitch, int rows, int steps, int item)
       : jump(kJump * pitch), advance(swapped ? kDepth * pitch : kDepth) {
     line = item / kLine;
     at = item % kLine * 8;

@@ -42,8 +42,8 @@ bool softmax_into(const Tensor& x, std::int64_t dim, bool half_to_float, bool lo
   const Tensor rows = x.dim() == 0 ? x : as_rows(x, dim);
   const Tensor result = last && out.is_contiguous() ? out : at::empty_like(rows);
   const std::int64_t columns = x.dim() == 0 ? 1 : rows.size(-1);
-  launch_values(x, kernel_name("softmax", *dtype, logarithm ? "true" : "false"), x.numel() / columns,
-              columns, data(rows), out_data(result), ulong(columns));
+  launch_values(x, kernel_name("softmax", *dtype, logarithm ? "true" : "false"),
+                x.numel() / columns, columns, data(rows), out_data(result), ulong(columns));
   if (!result.is_same(out)) out.copy_(x.dim() == 0 ? result : result.transpose(dim, -1));
   return true;
 }
@@ -134,9 +134,9 @@ optional<Tensor> rms_norm_kernel(const Tensor& x, const Tensor* residual, Tensor
   if (sum && !sum->defined()) *sum = at::empty_like(rows);
   const Tensor total =
       !sum || sum->is_contiguous() ? (sum ? *sum : Tensor()) : at::empty_like(rows);
-  launch_values(x, norm_name("rms_norm", *dtypes, residual), x.numel() / columns, columns, data(rows),
-              data(other), data(w), out_data(y), out_data(total), ulong(columns),
-              static_cast<float>(eps), static_cast<float>(offset));
+  launch_values(x, norm_name("rms_norm", *dtypes, residual), x.numel() / columns, columns,
+                data(rows), data(other), data(w), out_data(y), out_data(total), ulong(columns),
+                static_cast<float>(eps), static_cast<float>(offset));
   if (sum && !total.is_same(*sum)) sum->copy_(total);
   return y;
 }
@@ -183,9 +183,9 @@ optional<LayerNorm> layer_norm_kernel(const Tensor& x, const Tensor* residual, c
   Tensor total;
   if (residual) total = sum.defined() && sum.is_contiguous() ? sum : at::empty_like(rows);
   launch_values(x, norm_name("layer_norm", *dtypes, residual), count, columns, data(rows),
-              data(other), data(w), data(b), out_data(result.y), out_data(total),
-              out_data(result.mean), out_data(result.rstd), ulong(columns),
-              static_cast<float>(eps));
+                data(other), data(w), data(b), out_data(result.y), out_data(total),
+                out_data(result.mean), out_data(result.rstd), ulong(columns),
+                static_cast<float>(eps));
   if (sum.defined() && !total.is_same(sum)) sum.copy_(total);
   result.sum = total;
   return result;

@@ -157,7 +157,9 @@ std::int64_t chunk_of(const Planes& p) {
       least = columns->down * kAhead;
     }
     wanted = std::max<std::int64_t>(rows || columns ? 64 : 4096,
-                                    info.compute_units * (rows ? 8 : columns ? 4 : 2048));
+                                    info.compute_units * (rows      ? 8
+                                                          : columns ? 4
+                                                                    : 2048));
     parts = (wanted + busy - 1) / busy;
   }
   if (busy >= wanted || p.length <= 2 * least) return p.length;
@@ -171,8 +173,8 @@ const char* const kSquares = "sum_squares";
 const char* const kMax = "extreme<true>";
 const char* const kMin = "extreme<false>";
 
-// [outer * inner] numbers, float or long; or into `out`, dense and of a dtype that kernels have, for
-// numbers with a fraction.
+// [outer * inner] numbers, float or long; or into `out`, dense and of a dtype that kernels have,
+// for numbers with a fraction.
 Tensor reduce(const char* op, const Planes& p, double factor = 1, const Tensor& centers = {},
               const Tensor& out = {}) {
   const auto options = p.x.options().dtype(compute_dtype(p.x));
