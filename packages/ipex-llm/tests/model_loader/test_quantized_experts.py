@@ -13,12 +13,12 @@ import sys
 import pytest
 import torch
 from families import FAMILIES, tokens
+from plain_weights import with_plain_weights
 from torch import nn
 
 import ipex_core
 import ipex_quant as q
 from ipex_core.errors import OpArgumentError
-from ipex_llm.model_runner import woq_experts
 from ipex_llm.optimization import optimize
 from ipex_llm.records import record_of
 
@@ -35,19 +35,6 @@ needs_stacks = pytest.mark.skipif(not STACKED, reason="this transformers has a m
 
 def config(dtype=Dtype.INT8, lowp=Lowp.NONE, **options):
     return q.woq_qconfig(weight_dtype=dtype, lowp_mode=lowp, **options)
-
-
-@torch.no_grad()
-def plain_model(name, fast):
-    """Return the stock model with the weights that the codes and scales of a quantized one stand for."""
-    model = FAMILIES[name]()
-    for place, module in fast.named_modules():
-        old = model.get_submodule(place)
-        if isinstance(module, q.WeightOnlyQuantizedLinear):
-            old.weight.copy_(module.dequantize())
-        for weight in woq_experts.weights(module):
-            getattr(old, weight).copy_(getattr(module, weight).plain())
-    return model
 
 
 @torch.no_grad()
@@ -102,7 +89,7 @@ def test_results(name, options, deployment_mode):
     )
     assert reached(fast).done == deployment_mode, reached(fast).text
     assert dense(fast) == []
-    want = plain_model(name, fast)
+    want = with_plain_weights(FAMILIES[name](), fast)
     torch.testing.assert_close(logits(fast), logits(want), rtol=1e-3, atol=1e-3)
     assert torch.equal(greedy(fast), greedy(want))
     # Its own forward.
@@ -122,7 +109,7 @@ def test_modes(name, dtype, lowp):
     qconfig = config(Dtype.INT4, lowp, group_size=32)
     fast = optimize(FAMILIES[name](), dtype=dtype, quantization_config=qconfig)
     assert reached(fast).done and dense(fast) == []
-    want, got = logits(plain_model(name, fast)), logits(fast)
+    want, got = logits(with_plain_weights(FAMILIES[name](), fast)), logits(fast)
     apart = 1 - nn.functional.cosine_similarity(got, want, dim=-1)
     assert float(apart.median()) < 2e-2
     layers = optimize(
@@ -162,7 +149,7 @@ def test_experts_of_a_model_that_is_not_matched(name="jamba_gelu"):
     rows = [row for row in ipex_core.explain(fast).rows if row.step == "experts"]
     assert rows and all(row.done for row in rows)
     assert dense(fast) == []
-    want = plain_model(name, fast)
+    want = with_plain_weights(FAMILIES[name](), fast)
     torch.testing.assert_close(logits(fast), logits(want), rtol=1e-3, atol=1e-3)
 
 

@@ -139,7 +139,7 @@ def _layers(op: str, cache: Any) -> Iterator[tuple[Tensor, Tensor]]:
     expected = "return keys and values of each layer as past_key_values"
     try:
         items = [] if cache is None else list(cache)
-    except TypeError:
+    except (TypeError, AttributeError, NotImplementedError):  # of layers that keep states
         items = []
     check(bool(items), op, "model", expected, type(cache).__name__)
     for item in items:
