@@ -53,6 +53,7 @@ _CONFIG_NAMES = {
     "Gemma4": "Gemma4TextConfig",
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
     "Llama4": "Llama4TextConfig",
+    "MiniMaxM3VL": "MiniMaxM3VLTextConfig",
     "Phimoe": "PhimoeConfig",
 }
 

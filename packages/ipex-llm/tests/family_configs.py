@@ -353,6 +353,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
     # As many keys as the indexer chooses: beyond, the stock forward runs.
+    # A norm at the end of the experts.
+    "axk1": ("AXK1", {**BASE, **_MLA, "mlp_layer_types": ["dense", "sparse"]}),
+    # Gated projections with a bound in dense blocks, an indexer of blocks of keys in the second layer.
+    "minimax_m3": (
+        "MiniMaxM3VL",
+        {
+            **BASE,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 32,
+            "dense_intermediate_size": 48,
+            "mlp_layer_types": ["dense", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 8,
+            "index_topk_blocks": 12,
+        },
+    ),
     "deepseek_v32": (
         "DeepseekV32",
         {**BASE, **_MLA, **_INDEX, "mlp_layer_types": ["dense", "sparse"]},

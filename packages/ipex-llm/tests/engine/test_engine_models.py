@@ -33,6 +33,15 @@ NAMES = [
         "mixtral",
         "qwen3",
         "gpt_oss",
+        "mimo_v2_flash",
+        "minicpm3",
+        "laguna",
+        "nanochat",
+        "modernbert_decoder",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "axk1",
+        "minimax_m3",
     )
     if name in FAMILIES
 ]

@@ -23,8 +23,8 @@ from ipex_llm.records import record_of
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-NAMES = [n for n in ("laguna", "mimo_v2_flash", "minicpm3", "nanochat") if n in CAUSAL]
-INDEXED = [n for n in ("deepseek_v32", "glm_moe_dsa") if n in CAUSAL]
+NAMES = [n for n in ("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1") if n in CAUSAL]
+INDEXED = [n for n in ("deepseek_v32", "glm_moe_dsa", "minimax_m3") if n in CAUSAL]
 
 
 def optimized(name: str) -> Any:

@@ -300,6 +300,7 @@ class MlpPlan:
         None  # activation "xielu", without a gate: has alpha_p, alpha_n, beta and eps
     )
     inner_norm: NormPlan | None = None  # before `down` (BitNet)
+    swiglu: tuple[float, float] | None = None  # of activation "swigluoai": alpha and limit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

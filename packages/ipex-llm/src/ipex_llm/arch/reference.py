@@ -83,8 +83,14 @@ def activate_inner(plan: MlpPlan, x: Tensor) -> Tensor:
     return torch.where(x > 0, positive * x * x, below) + slope * x
 
 
-def combine_gate(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``act(gate) * up``."""
+def combine_gate(
+    name: str, gate: Tensor, up: Tensor, swiglu: tuple[float, float] | None = None
+) -> Tensor:
+    """Return ``act(gate) * up``; with alpha and limit what ``"swigluoai"`` makes of both."""
+    if swiglu is not None:
+        alpha, limit = swiglu
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1.0)
     return activate(name, gate) * up
 
 
@@ -370,10 +376,10 @@ def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:
         up = up + run_linear(plan.low[1], run_linear(plan.low[0], x))
     if plan.fused:
         gate, up = up.chunk(2, dim=-1)
-        up = combine_gate(plan.activation, gate, up)
+        up = combine_gate(plan.activation, gate, up, plan.swiglu)
     elif plan.gate is not None:
         gate = cut_gate(plan.cutoff, run_linear(plan.gate, x))
-        up = combine_gate(plan.activation, gate, up)
+        up = combine_gate(plan.activation, gate, up, plan.swiglu)
     else:
         up = activate_inner(plan, up)
     return run_linear(plan.down, run_norm(plan.inner_norm, up))
@@ -423,12 +429,8 @@ def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
         # Gates of all experts, then the other projections of all.
         gate = _product(x, plan.gate_up, expert, False)
         up = _product(x, plan.gate_up, plan.experts + expert, False)
-    if plan.activation == "swigluoai":
-        gate = gate.clamp(max=plan.swiglu_limit)
-        up = up.clamp(-plan.swiglu_limit, plan.swiglu_limit)
-        inner = gate * torch.sigmoid(plan.swiglu_alpha * gate) * (up + 1.0)
-    else:
-        inner = combine_gate(plan.activation, gate, up)
+    numbers = (plan.swiglu_alpha, plan.swiglu_limit) if plan.activation == "swigluoai" else None
+    inner = combine_gate(plan.activation, gate, up, numbers)
     y = _product(inner, plan.down, expert, plan.transposed)
     return y if plan.down_bias is None else y + plan.down_bias[expert].float()
 

@@ -85,6 +85,8 @@ def check_mlp(mlp: MlpPlan) -> None:
     """
     if mlp.low is not None and not mlp.fused:
         raise UnsupportedPlan("layers of low rank beside a plain layer")
+    if mlp.swiglu is not None:
+        return
     if mlp.fused and mlp.activation not in (*GATES, *SEPARATE):
         raise UnsupportedPlan(f"activation {mlp.activation!r} of a fused pair")
     if mlp.gate is not None and mlp.gate.factors is not None and mlp.activation != "silu":
@@ -114,20 +116,41 @@ def _inner(writer: Any, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register) 
         both = writer.linear(weights[0], x)
         both = writer.linear(weights[2], writer.linear(weights[1], x), residual=both)
         return _chunked(writer, act, both, weights[0].features // 2)
+    if mlp.swiglu is not None:
+        return _swiglu(writer, *mlp.swiglu, *_gate_and_up(writer, mlp, weights, x))
     if mlp.gate is None and not mlp.fused:
         return activated(writer, act, weights[0], x)
     if together(mlp):
         return writer.linear(weights[0], x, gate=act)
     if mlp.cutoff is not None:
-        gate, up = (writer.linear(weight, x) for weight in weights[:2])
-        return _cut(writer, act, mlp.cutoff, gate, up)
+        return _cut(writer, act, mlp.cutoff, *_gate_and_up(writer, mlp, weights, x))
     if act == "silu":
-        gate, up = (writer.linear(weight, x) for weight in weights[:2])
-        result: Register = b.call("silu_mul", gate, up)
+        result: Register = b.call("silu_mul", *_gate_and_up(writer, mlp, weights, x))
         return result
     if mlp.fused:
         return _chunked(writer, act, writer.linear(weights[0], x), weights[0].features // 2)
     return writer.linear(weights[1], x, mul=activated(writer, act, weights[0], x))
+
+
+def _gate_and_up(
+    writer: Any, mlp: MlpPlan, weights: tuple[Linear, ...], x: Register
+) -> tuple[Register, Register]:
+    """Write the projections of a gated block and return what both give."""
+    if not mlp.fused:
+        return writer.linear(weights[0], x), writer.linear(weights[1], x)
+    return _halves(writer, writer.linear(weights[0], x), weights[0].features // 2)
+
+
+def _halves(writer: Any, both: Register, size: int) -> tuple[Register, Register]:
+    return writer.b.call("narrow", both, 1, 0, size), writer.b.call("narrow", both, 1, size, size)
+
+
+def _swiglu(writer: Any, alpha: float, limit: float, gate: Register, up: Register) -> Register:
+    """Write ``g * sigmoid(alpha * g) * (u + 1)`` of a gate and factors that are kept within a limit."""
+    steps = [("minimum", 0, 2), ("mul", 6, 4), ("sigmoid", 7), ("mul", 6, 8)]
+    steps += [("minimum", 1, 2), ("maximum", 10, 3), ("add", 11, 5), ("mul", 9, 12)]
+    numbers = [limit, -limit, alpha, 1.0]
+    return pointwise(writer.b, [gate, up], numbers, steps, writer.e.store.dtype)
 
 
 def _cut(writer: Any, act: str, cutoff: float, gate: Register, up: Register) -> Register:
@@ -154,7 +177,7 @@ def _xielu(writer: Any, module: nn.Module, x: Register) -> Register:
 def _chunked(writer: Any, act: str, both: Register, size: int) -> Register:
     """Write the activation of the first half of the features times the second."""
     b = writer.b
-    gate, up = (b.call("narrow", both, 1, start, size) for start in (0, size))
+    gate, up = _halves(writer, both, size)
     result: Register
     if act == "silu":
         result = b.call("silu_mul", gate, up)

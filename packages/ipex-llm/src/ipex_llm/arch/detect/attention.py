@@ -78,7 +78,7 @@ def _projections(
     trace: Trace, attention: nn.Module
 ) -> tuple[list[tuple[str, nn.Module]], nn.Module]:
     """Return the layers that read what the attention reads, and the one behind it."""
-    found = list(linears(attention, trace))
+    found = own_linears(trace, attention)
     if not found:
         raise trace.error(attention, "has no linear layers that ran")
     # The order of registration says nothing (Phi-3: the output first).
@@ -547,19 +547,26 @@ def is_latent(attention: nn.Module) -> bool:
     return _named(attention, _DOWN) is not None and _named(attention, _UP) is not None
 
 
-def indexer_of(trace: Trace, attention: nn.Module) -> nn.Module | None:
-    """Return the part of an attention that chooses the keys of each query (DeepSeek V3.2), or None.
+def keys_of_indexer(indexer: Any) -> int:
+    """Return up to how many keys an indexer chooses all, 0 if that is not known; MiniMax M3's chooses blocks."""
+    parts = [getattr(indexer, name, None) for name in ("topk_blocks", "block_size")]
+    most = getattr(indexer, "index_topk", None) if None in parts else parts[0] * parts[1]
+    return most if isinstance(most, int) else 0
+
+
+def own_linears(trace: Trace, attention: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return names and linear layers of an attention but for an indexer, which chooses keys (DeepSeek V3.2).
 
     Raises:
-        MatchError: It is not known up to how many keys it chooses all.
+        MatchError: It is not known up to how many keys the indexer chooses all.
     """
     found = getattr(attention, "indexer", None)
     if not isinstance(found, nn.Module):
-        return None
-    most = getattr(found, "index_topk", None)
-    if not isinstance(most, int) or most < LENGTH:
+        return list(linears(attention, trace))
+    if keys_of_indexer(found) < LENGTH:
         raise trace.error(attention, "has an indexer, which chooses the keys of each query")
-    return found
+    inside = set(found.modules())
+    return [(name, m) for name, m in linears(attention, trace) if m not in inside]
 
 
 def match_latent(
@@ -572,9 +579,7 @@ def match_latent(
     """
     down: Any = _named(attention, _DOWN)
     up: Any = _named(attention, _UP)
-    aside = indexer_of(trace, attention)
-    inside = set() if aside is None else set(aside.modules())
-    parts = [module for _, module in linears(attention, trace) if module not in inside]
+    parts = [module for _, module in own_linears(trace, attention)]
     source = trace.input(down)
     gates = [m for n, m in attention.named_children() if _GATE.match(n) and m in parts]
     gates = [m for m in gates if same(trace.input(m), source)]

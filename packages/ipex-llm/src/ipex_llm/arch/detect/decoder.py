@@ -29,6 +29,7 @@ from ipex_llm.arch import (
 from ipex_llm.arch.detect.attention import (
     find_attention,
     is_latent,
+    keys_of_indexer,
     match_attention,
     match_latent,
 )
@@ -812,8 +813,8 @@ def _chunk(config: Config) -> int:
 
 def _indexed(decoder: nn.Module) -> int:
     """Return up to how many keys all indexers of a decoder choose all, 0 without indexers."""
-    found = [getattr(module, "indexer", None) for module in decoder.modules()]
-    return min((int(one.index_topk) for one in found if isinstance(one, nn.Module)), default=0)  # type: ignore[arg-type]
+    found = (getattr(module, "indexer", None) for module in decoder.modules())
+    return min((keys_of_indexer(one) for one in found if isinstance(one, nn.Module)), default=0)
 
 
 def match_decoder(trace: Trace) -> DecoderPlan:

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from ipex_llm.arch import ExpertNormsPlan, ExpertsPlan, MlpPlan
-from ipex_llm.arch.detect.parts import is_mixture, match_experts, match_mlp, match_norm
+from ipex_llm.arch.detect.parts import (
+    given_by,
+    is_mixture,
+    match_experts,
+    match_mlp,
+    match_norm,
+    norm_behind,
+)
 from ipex_llm.arch.detect.trace import (
     Config,
     Trace,
@@ -31,8 +38,10 @@ MLP_NAMES = (
 
 
 def norms_of(trace: Trace, layer: nn.Module) -> list[nn.Module]:
-    """Return the norms among the parts of a layer that ran."""
-    return [m for m in layer.children() if is_norm(m) and trace.ran(m)]
+    """Return the norms among the parts of a layer that ran, and those at the ends of its blocks (A.X K1)."""
+    parts = [m for m in layer.children() if trace.ran(m)]
+    ends = (norm_behind(trace, m) for m in parts if not is_norm(m))
+    return [*filter(is_norm, parts), *(m for m in ends if m is not None)]
 
 
 def match_feed_forward(
@@ -62,7 +71,7 @@ def _with_shared(
     trace: Trace, layer: nn.Module, block: nn.Module, plan: ExpertsPlan
 ) -> tuple[ExpertsPlan, Tensor, Tensor]:
     """Return experts with the dense block beside them, what both read and the sum of what they gave."""
-    given, out = trace.input(block), trace.output(block)
+    given, out = trace.input(block), given_by(trace, block)
     beside = getattr(layer, "shared_mlp", None)
     if plan.shared is not None or not isinstance(beside, nn.Module) or not trace.ran(beside):
         return plan, given, out

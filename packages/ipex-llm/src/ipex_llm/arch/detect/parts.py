@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -338,14 +338,18 @@ def match_mlp(
         if plan.fused:
             both = values[0] if plan.up.order is None else values[0][..., plan.up.order]
             gate, up = both.chunk(2, dim=-1)
-            return distance(combine_gate(plan.activation, gate, up), expected)
+            return distance(combine_gate(plan.activation, gate, up, plan.swiglu), expected)
         up = values[ups.index(plan.up.modules[0])]
         if plan.gate is None:
             return distance(activate_inner(plan, up), expected)
         gate = cut_gate(plan.cutoff, first * values[ups.index(plan.gate.modules[0])])
-        return distance(combine_gate(plan.activation, gate, up), expected)
+        return distance(combine_gate(plan.activation, gate, up, plan.swiglu), expected)
 
-    candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, activations_of(module), fused, width)
+    swiglu = _swiglu_of(module)
+    names_of = activations_of(module) if None in swiglu else ["swigluoai"]
+    candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, names_of, fused, width)
+    if None not in swiglu:
+        candidates = (dataclasses.replace(plan, swiglu=swiglu) for plan in candidates)
     learned = [m for m in module.children() if all(hasattr(m, name) for name in _XIELU)]
     if len(learned) == 1 and len(ups) == 1 and not fused:
         up, own = linear_plan(ups[0]), learned[0]
@@ -363,6 +367,15 @@ def match_mlp(
     norm = None if inner is None else match_norm(trace, inner)
     down_plan = with_factor(plan.down, last)
     return dataclasses.replace(plan, gate=gate, down=down_plan, low=plans, inner_norm=norm)
+
+
+def _swiglu_of(*owners: Any) -> tuple[float | None, float | None]:
+    """Return alpha and limit of the activation "swigluoai"; None for what no owner has."""
+    found = (
+        _find(owners, *names) for names in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
+    )
+    alpha, limit = (one if isinstance(one, float) else None for one in found)
+    return alpha, limit
 
 
 def _low_rank(
@@ -393,6 +406,18 @@ _SHARED = re.compile(r"^shared_(expert|experts|mlp)$")
 _GATE = re.compile(r"^(gate_proj|w1|linear_1)$")
 _UP = re.compile(r"^(up_proj|w3|linear_v)$")
 _DOWN = re.compile(r"^(down_proj|w2)$")
+
+
+def norm_behind(trace: Trace, block: nn.Module) -> nn.Module | None:
+    """Return the norm among the parts of a block that gives what the block gives, or None."""
+    norms = [m for m in block.children() if is_norm(m) and trace.ran(m)]
+    return next((m for m in norms if same(trace.outputs[m], trace.outputs[block])), None)
+
+
+def given_by(trace: Trace, block: nn.Module) -> Tensor:
+    """Return what a block gives, before a norm at its end."""
+    norm = norm_behind(trace, block)
+    return trace.output(block) if norm is None else trace.input(norm)
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -475,7 +500,7 @@ def _router(trace: Trace, block: nn.Module, experts: int, hidden: int) -> nn.Mod
     raise trace.error(block, f"has no router with weights [{experts}, {hidden}]")
 
 
-def _find(owners: list[Any], *names: str) -> Any:
+def _find(owners: Sequence[Any], *names: str) -> Any:
     for owner, name in itertools.product(owners, names):
         value = getattr(owner, name, None)
         if value is not None:
@@ -489,7 +514,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     Raises:
         MatchError: The weights, the router or its rule are not understood.
     """
-    x, expected, hidden = trace.input(block), trace.output(block), trace.input(block).shape[-1]
+    x, expected, hidden = trace.input(block), given_by(trace, block), trace.input(block).shape[-1]
     entry, last = _around(trace, block, x)
     width = hidden if entry is None else trace.output(entry.modules[0]).shape[-1]
     weights = _stacked(block, width) or _listed(trace, block)
@@ -523,15 +548,14 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     if isinstance(bias, Tensor) and bias.numel() == weights.experts:
         bias = bias.view(-1)  # ERNIE has a row
     scales = getattr(outer, "per_expert_scale", None)
-    alpha = _find([weights.module, config.raw], "alpha", "swiglu_alpha")
-    limit = _find([weights.module, config.raw], "limit", "swiglu_limit")
+    alpha, limit = _swiglu_of(weights.module, config.raw)
     first = next(iter(weights.module.children()), weights.module)
     names = activations_of(weights.module)
     if len(names) > 1:
         names = activations_of(block)
     if len(names) > 1:
         names = activations_of(first)
-    if isinstance(alpha, float) and isinstance(limit, float):
+    if alpha is not None and limit is not None:
         names = ["swigluoai", *names]
     plan = ExpertsPlan(
         router=router,
@@ -555,8 +579,8 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         correction_bias=bias if isinstance(bias, Tensor) else None,
         shared=shared,
         shared_gate=shared_gate,
-        swiglu_alpha=alpha if isinstance(alpha, float) else 1.702,
-        swiglu_limit=limit if isinstance(limit, float) else 7.0,
+        swiglu_alpha=1.702 if alpha is None else alpha,
+        swiglu_limit=7.0 if limit is None else limit,
         gated=weights.gated,
         jitter=float(_find(owners, "router_jitter_noise") or 0.0),
         entry=entry,
