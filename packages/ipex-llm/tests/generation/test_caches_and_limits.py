@@ -111,6 +111,7 @@ def test_layers_with_narrow_values_have_no_program_of_their_own(name: str) -> No
     [
         ("mimo_v2_flash", "got narrower values"),
         ("laguna", "got gated attention"),
+        ("minimax_m3", "no indexers to be divided"),
         ("modernbert_decoder", "no block before its head to be divided"),
     ],
 )
@@ -120,6 +121,16 @@ def test_is_not_divided(name: str, text: str) -> None:
     ranks = TensorParallel(None, 0, 2, None, 1.0, "")
     with pytest.raises(OpArgumentError, match=text):
         check_shards(match(build(name)), ranks, (1,))
+
+
+@pytest.mark.parametrize("name", [n for n in INDEXED if n == "minimax_m3"])
+def test_layers_with_an_indexer_have_no_program_of_their_own(name: str) -> None:
+    fast, ids = ipex.llm.optimize(build(name), dtype=torch.float32, depth=2), tokens(1, 120)
+    rows = [row for row in ipex_core.explain(fast).rows if row.step == "layer"]
+    assert [row.text for row in rows if not row.done] == [
+        "has an indexer, which chooses the keys of each query"
+    ]
+    close(fast(input_ids=ids).logits, build(name)(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("name", INDEXED[:1])

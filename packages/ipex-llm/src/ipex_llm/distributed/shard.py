@@ -115,6 +115,10 @@ def check_shards(plan: DecoderPlan, parallel: TensorParallel, grains: Sequence[i
     """
     for layer in plan.layers:
         _check(layer, parallel, grains)
+    if plan.indexed:
+        raise OpArgumentError(
+            "optimize: model must have no indexers to be divided, which read what all ranks know"
+        )
     if plan.head_block is not None:
         raise OpArgumentError(
             "optimize: model must have no block before its head to be divided, got one"

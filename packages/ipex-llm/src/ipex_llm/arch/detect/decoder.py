@@ -550,6 +550,8 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
             plan = found
         elif found.last_norm is not None:
             plan = trace.error(module, "ends in a norm")
+        elif _indexed(module):
+            plan = trace.error(module, "has an indexer, which chooses the keys of each query")
         elif found.plan.streams is not None:
             plan = trace.error(module, "reads several streams")
         elif found.plan.token_block is not None:
@@ -811,9 +813,9 @@ def _chunk(config: Config) -> int:
     return int(config.get("attention_chunk_size", default=0)) * ("chunked_attention" in kinds)
 
 
-def _indexed(decoder: nn.Module) -> int:
-    """Return up to how many keys all indexers of a decoder choose all, 0 without indexers."""
-    found = (getattr(module, "indexer", None) for module in decoder.modules())
+def _indexed(part: nn.Module) -> int:
+    """Return up to how many keys all indexers of a decoder or layer choose all, 0 without indexers."""
+    found = (getattr(module, "indexer", None) for module in part.modules())
     return min((keys_of_indexer(one) for one in found if isinstance(one, nn.Module)), default=0)
 
 
