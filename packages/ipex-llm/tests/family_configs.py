@@ -261,6 +261,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox_sequential": ("GPTNeoX", {**BASE, "use_parallel_residual": False}),
     "gpt2": ("GPT2", {**_GPT}),
     "opt": ("OPT", _opt()),
+    # Positions are sinusoids in a buffer.
+    "xglm": (
+        "XGLM",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "ffn_dim": 96,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "max_position_embeddings": POSITIONS,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        },
+    ),
     "opt_350m": ("OPT", _opt(do_layer_norm_before=False, word_embed_proj_dim=32)),
     "falcon": ("Falcon", _falcon()),
     "falcon_gqa": ("Falcon", _falcon(new_decoder_architecture=True, num_kv_heads=2, bias=False)),

@@ -29,6 +29,7 @@ NAMES = [
         "bitnet",
         "gpt2",
         "gptj",
+        "xglm",
         "bloom",
         "mixtral",
         "qwen3",

@@ -139,3 +139,15 @@ def test_an_indexer_of_unknown_size_is_named(name: str) -> None:
     model.model.layers[1].self_attn.indexer.index_topk = 5  # fewer than the tokens of a match
     with pytest.raises(MatchError, match=r"layers\.1\.self_attn: has an indexer, which chooses"):
         match(model)
+
+
+@pytest.mark.parametrize("name", [n for n in CAUSAL if n == "xglm"])
+def test_texts_beyond_a_table_of_sinusoids_run_the_stock_forward(name: str) -> None:
+    model, fast, ids = build(name), optimized(name), tokens(1, 270)  # of 256 positions
+    want = model(input_ids=ids, use_cache=False).logits
+    first = fast(input_ids=ids[:, :250], use_cache=True)
+    second = fast(input_ids=ids[:, 250:], **cache_of(first))
+    close(torch.cat([first.logits, second.logits], 1), want)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    found = fast.generate(ids[:, :245], **options)
+    assert torch.equal(found, model.generate(ids[:, :245], **options))

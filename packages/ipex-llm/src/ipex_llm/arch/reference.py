@@ -83,6 +83,12 @@ def activate_inner(plan: MlpPlan, x: Tensor) -> Tensor:
     return torch.where(x > 0, positive * x * x, below) + slope * x
 
 
+def position_rows(module: nn.Module) -> Tensor:
+    """Return the rows of positions of a module: its weight, or a buffer that it fills itself (XGLM)."""
+    weight: Any = module._parameters.get("weight")
+    return module._buffers["weights"] if weight is None else weight.detach()  # type: ignore[return-value]
+
+
 def combine_gate(
     name: str, gate: Tensor, up: Tensor, swiglu: tuple[float, float] | None = None
 ) -> Tensor:
@@ -626,7 +632,7 @@ def _embed(plan: DecoderPlan, ids: Tensor) -> Tensor:
         h = run_linear(plan.embedding_projection, h)
     h = h * plan.embedding_scale
     if plan.position_embedding is not None:
-        rows: Any = plan.position_embedding.weight
+        rows = position_rows(plan.position_embedding)
         h = h + rows[plan.position_offset : plan.position_offset + len(ids)].float()
     return run_norm(plan.embedding_norm, h)
 

@@ -14,7 +14,7 @@ from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
 from ipex_llm.arch import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, ScanPlan
-from ipex_llm.arch.reference import query_factors, rows_of_table
+from ipex_llm.arch.reference import position_rows, query_factors, rows_of_table
 from ipex_llm.kv_cache import (
     CacheShape,
     LayerShape,
@@ -279,9 +279,8 @@ class Runner:
         module = self.plan.position_embedding
         if module is None:
             return h
-        weight: Any = module._parameters["weight"]
         at = positions + self.plan.position_offset if self.plan.position_offset else positions
-        return h + torch.nn.functional.embedding(at, weight.detach()).to(self.dtype)
+        return h + torch.nn.functional.embedding(at, position_rows(module)).to(self.dtype)
 
     def run(
         self,

@@ -235,7 +235,10 @@ class DecoderMixin(nn.Module):
             first = first.reshape(batch * count, *first.shape[2:])
         if positions.numel() and runner.plan.position_embedding is not None:
             limit = runner.plan.max_positions
-            if int(positions.max()) >= limit:
+            beyond = int(positions.max()) >= limit
+            if beyond and "weights" in runner.plan.position_embedding._buffers:
+                raise Reason(f"its table of {limit} positions has to grow")
+            if beyond:
                 raise IndexError(
                     f"{type(self).__name__}: position_ids must be below {limit}, the number of position embeddings,"
                     f" got {int(positions.max())}"

@@ -62,7 +62,7 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
-from ipex_llm.arch.reference import activate, in_order
+from ipex_llm.arch.reference import activate, in_order, position_rows
 
 Tensor = torch.Tensor
 
@@ -635,7 +635,7 @@ def _entry(
         rows: Tensor = table.weight[trace.ids].float()  # type: ignore[index,operator,union-attr]
         given = rows.to(h.device)
     for module in others:
-        weight = getattr(module, "weight", None)
+        weight = getattr(module, "weight", module._buffers.get("weights"))
         if module is table or is_linear(module) or not isinstance(weight, Tensor):
             continue
         if same(trace.inputs[module], trace.ids):  # another table of tokens
@@ -650,8 +650,7 @@ def _entry(
             target = trace.input(module)
     positions = torch.zeros(())
     if entry.positions is not None:
-        table_rows = entry.positions.weight  # type: ignore[union-attr]
-        rows = table_rows[entry.offset : entry.offset + len(trace.ids)]  # type: ignore[index]
+        rows = position_rows(entry.positions)[entry.offset : entry.offset + len(trace.ids)]
         positions = rows.float()
     entry.scale = scale_of(
         trace, config, layers[0], given, target.float() - positions.to(h.device), h
