@@ -28,9 +28,7 @@ pytestmark = [
 ]
 
 Dtype = q.WoqWeightDtype
-STATES = [
-    n for n in ("kimi_linear", "bailing_hybrid", "lfm3", "minimax") if n in recurrent_models.NAMES
-]
+STATES = [n for n in ("kimi_linear", "bailing_hybrid", "lfm3") if n in recurrent_models.NAMES]
 LATENTS = [
     n for n in ("minicpm3", "deepseek_v32", "glm_moe_dsa", "axk1", "glm4_moe_lite") if n in CAUSAL
 ]
