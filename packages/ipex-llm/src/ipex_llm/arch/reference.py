@@ -86,7 +86,9 @@ def activate_inner(plan: MlpPlan, x: Tensor) -> Tensor:
 def position_rows(module: nn.Module) -> Tensor:
     """Return the rows of positions of a module: its weight, or a buffer that it fills itself (XGLM)."""
     weight: Any = module._parameters.get("weight")
-    return module._buffers["weights"] if weight is None else weight.detach()  # type: ignore[return-value]
+    filled: Any = module._buffers.get("weights")
+    rows: Tensor = filled if weight is None else weight.detach()
+    return rows
 
 
 def combine_gate(

@@ -117,7 +117,7 @@ def check_shards(plan: DecoderPlan, parallel: TensorParallel, grains: Sequence[i
         _check(layer, parallel, grains)
     if plan.indexed:
         raise OpArgumentError(
-            "optimize: model must have no indexers to be divided, which read what all ranks know"
+            "optimize: model must have no indexers to be divided, got attention with keys that an indexer chooses"
         )
     if plan.head_block is not None:
         raise OpArgumentError(
