@@ -549,8 +549,8 @@ def is_latent(attention: nn.Module) -> bool:
 
 def keys_of_indexer(indexer: Any) -> int:
     """Return up to how many keys an indexer chooses all, 0 if that is not known; MiniMax M3's chooses blocks."""
-    parts = [getattr(indexer, name, None) for name in ("topk_blocks", "block_size")]
-    most = getattr(indexer, "index_topk", None) if None in parts else parts[0] * parts[1]
+    blocks = getattr(indexer, "topk_blocks", 0) * getattr(indexer, "block_size", 0)
+    most = getattr(indexer, "index_topk", blocks)
     return most if isinstance(most, int) else 0
 
 
@@ -677,10 +677,13 @@ def _candidates(
     """Yield plans with each rotation and scale.
 
     Where pairs are rotated and come out as halves (``rope_interleave``), rows are put in the order of halves before:
-    cached keys are then equal to the keys of the model's own forward.
+    cached keys are then equal to the keys of the model's own forward. Pairs that stay pairs give the same scores, and
+    in 16 bits might be nearer by chance.
     """
     split = bool(config.get("rope_interleave", default=False))
-    for rope in sorted(ropes, key=lambda one: one.half != split):
+    for rope in (
+        [one for one in ropes if one.half] if split else sorted(ropes, key=lambda one: one.half)
+    ):
         for scale in scales:
             plan = dataclasses.replace(base, rope=rope, scale=scale)
             if split and rope.half:

@@ -227,11 +227,12 @@ def _agree(
         values = buffer.detach().double().cpu()
         if values.ndim == 1 and len(values) > 1 and float(values[0]) == 1.0:
             dim = 2 * len(values)
-            base = math.exp(-math.log(float(values[1])) * dim / 2)
-            plan = RopePlan("default", dim, base, None, True, plans[0].max_position_embeddings)
-            expected, _ = rope_frequencies("default", dim, base)
-            if _equal(buffer, expected):
-                return [plan]
+            guess = math.exp(-math.log(float(values[1])) * dim / 2)  # rounded in 16 bits
+            for base in (plans[0].base, guess):
+                plan = RopePlan("default", dim, base, None, True, plans[0].max_position_embeddings)
+                expected, _ = rope_frequencies("default", dim, base)
+                if _equal(buffer, expected):
+                    return [plan]
     raise trace.error(attention, "has rotary frequencies that its configuration does not explain")
 
 
@@ -346,9 +347,9 @@ def match_mlp(
         return distance(combine_gate(plan.activation, gate, up, plan.swiglu), expected)
 
     swiglu = _swiglu_of(module)
-    names_of = activations_of(module) if None in swiglu else ["swigluoai"]
-    candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, names_of, fused, width)
-    if None not in swiglu:
+    own_names = activations_of(module) if swiglu is None else ["swigluoai"]
+    candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, own_names, fused, width)
+    if swiglu is not None:
         candidates = (dataclasses.replace(plan, swiglu=swiglu) for plan in candidates)
     learned = [m for m in module.children() if all(hasattr(m, name) for name in _XIELU)]
     if len(learned) == 1 and len(ups) == 1 and not fused:
@@ -369,13 +370,10 @@ def match_mlp(
     return dataclasses.replace(plan, gate=gate, down=down_plan, low=plans, inner_norm=norm)
 
 
-def _swiglu_of(*owners: Any) -> tuple[float | None, float | None]:
-    """Return alpha and limit of the activation "swigluoai"; None for what no owner has."""
-    found = (
-        _find(owners, *names) for names in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
-    )
-    alpha, limit = (one if isinstance(one, float) else None for one in found)
-    return alpha, limit
+def _swiglu_of(*owners: Any) -> tuple[float, float] | None:
+    """Return alpha and limit of the activation "swigluoai", or None if no owner has them."""
+    alpha, limit = _find(owners, "alpha", "swiglu_alpha"), _find(owners, "limit", "swiglu_limit")
+    return (alpha, limit) if isinstance(alpha, float) and isinstance(limit, float) else None
 
 
 def _low_rank(
@@ -548,15 +546,16 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     if isinstance(bias, Tensor) and bias.numel() == weights.experts:
         bias = bias.view(-1)  # ERNIE has a row
     scales = getattr(outer, "per_expert_scale", None)
-    alpha, limit = _swiglu_of(weights.module, config.raw)
+    swiglu = _swiglu_of(weights.module, config.raw)
     first = next(iter(weights.module.children()), weights.module)
     names = activations_of(weights.module)
     if len(names) > 1:
         names = activations_of(block)
     if len(names) > 1:
         names = activations_of(first)
-    if alpha is not None and limit is not None:
+    if swiglu is not None:
         names = ["swigluoai", *names]
+    alpha, limit = swiglu or (1.702, 7.0)
     plan = ExpertsPlan(
         router=router,
         router_weight=router.weight,  # type: ignore[arg-type]
@@ -579,8 +578,8 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         correction_bias=bias if isinstance(bias, Tensor) else None,
         shared=shared,
         shared_gate=shared_gate,
-        swiglu_alpha=1.702 if alpha is None else alpha,
-        swiglu_limit=7.0 if limit is None else limit,
+        swiglu_alpha=alpha,
+        swiglu_limit=limit,
         gated=weights.gated,
         jitter=float(_find(owners, "router_jitter_noise") or 0.0),
         entry=entry,
