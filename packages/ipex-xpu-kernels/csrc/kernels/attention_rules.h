@@ -109,7 +109,7 @@ IPEX_INLINE inline float ruled(float s, float softcap, float slope, int distance
 }
 
 // What the sums of a row are multiplied by, of its largest score and the sum of its weights. A
-// query that sees no key gives zeros. (A score that is not a number leaves a total that is none.)
+// query that sees no key gives zeros. (A NaN among the scores makes the total NaN.)
 IPEX_INLINE inline float share_of(float total, float most, const float* sinks, long head) {
   if (total == 0.f) return 0.f;
   if (sinks == nullptr) return 1.f / total;

@@ -27,7 +27,6 @@ from ipex_core.nn.layers import (
     FoldedBatchNorm3d,
     scale_and_shift,
 )
-from ipex_core.nn.linear import is_fusable
 from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
 from ipex_core.util.symbolic import Tracer
@@ -189,7 +188,8 @@ class Fuse(Pass):
         """Rewrite the forward of each module in which something matches."""
         for path, module in context.modules():
             library = type(module).__module__.startswith(("torch.nn", "ipex_core.nn"))
-            done = is_fusable(module) or "forward" in module.__dict__
+            # A layer with `fused` is one op, and may pack its weight when it is traced.
+            done = hasattr(type(module), "fused") or "forward" in module.__dict__
             if done or (library and type(module) is not nn.Sequential):
                 continue
             self._module(context, path, module)
