@@ -64,19 +64,40 @@ void score_row(const T* x, float* scores, int64_t n) {
   }
 }
 
+constexpr int64_t kBlock = 16;  // keys that have a largest one of their own
+
+IPEX_INLINE int32_t largest(const int32_t* keys, int64_t n) {
+  int32_t best = kTaken;
+  for (int64_t e = 0; e < n; ++e) best = keys[e] > best ? keys[e] : best;
+  return best;
+}
+
+// The index of the largest of n keys, of equal ones the lowest.
+IPEX_INLINE int32_t place_of_largest(const int32_t* keys, int64_t n) {
+  const int32_t best = largest(keys, n);
+  int32_t place = INT32_MAX;
+  for (int32_t e = 0; e < static_cast<int32_t>(n); ++e) {
+    const int32_t here = keys[e] == best ? e : INT32_MAX;
+    place = here < place ? here : place;
+  }
+  return place;
+}
+
 // Moves the indices of the `count` largest of n keys to ids, largest first, of equal ones the
-// lowest index first. n is a multiple of 16.
-IPEX_INLINE void take_largest(int32_t* keys, int64_t n, int64_t count, int32_t* ids) {
+// lowest index first. n is a multiple of 16; `tops` has room for the largest of each 16, so that
+// a key is found without looking through all.
+IPEX_INLINE void take_largest(int32_t* keys, int64_t n, int64_t count, int32_t* ids,
+                              int32_t* tops) {
+  const int64_t blocks = n / kBlock;
+  if (blocks > 1)
+    for (int64_t b = 0; b < blocks; ++b) tops[b] = largest(keys + b * kBlock, kBlock);
   for (int64_t i = 0; i < count; ++i) {
-    int32_t best = kTaken;
-    for (int64_t e = 0; e < n; ++e) best = keys[e] > best ? keys[e] : best;
-    int32_t place = INT32_MAX;
-    for (int32_t e = 0; e < static_cast<int32_t>(n); ++e) {
-      const int32_t here = keys[e] == best ? e : INT32_MAX;
-      place = here < place ? here : place;
-    }
-    keys[place] = kTaken;
-    ids[i] = place;
+    const int64_t block = blocks > 1 ? place_of_largest(tops, blocks) : 0;
+    int32_t* own = keys + block * kBlock;
+    const int32_t place = place_of_largest(own, kBlock);
+    own[place] = kTaken;
+    if (blocks > 1) tops[block] = largest(own, kBlock);
+    ids[i] = static_cast<int32_t>(block * kBlock) + place;
   }
 }
 
@@ -125,8 +146,8 @@ IPEX_INLINE void mix(const RoutingArgs& args, const T* x, float* logits, int32_t
   for (int64_t e = 0; e < experts; ++e) keys[e] = key_of(logits[e]);
   for (int64_t e = experts; e < padded; ++e) keys[e] = kTaken;
   for (int64_t i = 0; i < args.top_k; ++i) {
-    take_largest(keys, padded, 1, ids + i);
-    const int64_t chosen = ids[i];
+    const int32_t chosen = ids[i] = place_of_largest(keys, padded);
+    keys[chosen] = kTaken;
     const float top = logits[chosen];
     for (int64_t e = 0; e < experts; ++e) {
       const float size = logits[e] < 0 ? -logits[e] : logits[e];
@@ -168,7 +189,7 @@ IPEX_INLINE void run(const RoutingArgs& args, int64_t begin, int64_t end, float*
       keys[e] = key_of(args.bias ? scores[e] + args.bias[e] : scores[e]);
     for (int64_t e = args.experts; e < padded; ++e) keys[e] = kTaken;
     if (args.groups > 1) keep_groups(args, keys, group_keys);
-    take_largest(keys, padded, args.top_k, ids);
+    take_largest(keys, padded, args.top_k, ids, reinterpret_cast<int32_t*>(left));
     for (int64_t i = 0; i < args.top_k; ++i) weights[i] = scores[ids[i]];
     scale(args, weights);
   }
