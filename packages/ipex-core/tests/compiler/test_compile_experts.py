@@ -33,8 +33,10 @@ CHOICES = (mixtral, qwen, gpt_oss)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_routing(choice, dtype, mode):
-    logits = randn(9, 16, dtype=dtype)
-    report, gm = fuse(lambda x: choice(x, 4), logits, mode=mode)
+    # As in a model the number of experts is known, and the number of tokens may vary.
+    report, gm = fuse(
+        lambda x: choice(x @ torch.eye(16, dtype=dtype), 4), randn(9, 16, dtype=dtype), mode=mode
+    )
     assert fired(report) == {"routing": 1}, reasons(report)
     (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.ipex.moe_routing.default)
     assert call.args[1:] == (4, choice is not qwen)
@@ -67,6 +69,8 @@ def test_ids_as_they_are_read(choice):
         (lambda x: torch.softmax(x, 0).topk(3), None),
         (lambda x: torch.softmax(x[None], -1).topk(3), None),
         (lambda x: x.topk(3), None),
+        (lambda x: torch.softmax(x.repeat(1, 65), -1).topk(3), "3 of 520 may be more"),
+        (lambda x: torch.softmax(x.repeat(1, 8), -1).topk(33), "33 of 64 may be more"),
         (lambda x: torch.softmax(x.bfloat16(), -1).topk(3), None),
         (lambda x: torch.softmax(x.double(), -1).topk(3), "no kernel for"),
         (lambda x: (lambda p: (p.topk(3), p))(torch.softmax(x, -1)), "another user"),
@@ -108,6 +112,25 @@ class Experts(nn.Module):
     def forward(self, x):
         weights, ids = mixtral(self.router(x), 2)
         return torch.einsum("ti,tkij->tkj", x, self.experts[ids]).mul(weights[..., None]).sum(1)
+
+
+class Nothing(nn.Module):
+    """Chooses no expert at all, which the op refuses."""
+
+    def forward(self, x):
+        weights, ids = torch.softmax(x, -1).topk(0)
+        return weights + x[:, :1], ids
+
+
+def test_no_expert_is_chosen():
+    x = torch.randn(3, 8)
+    for fast in (
+        ipex_core.precompile(Nothing().eval(), (x,)),
+        torch.compile(Nothing(), backend="ipex"),
+    ):
+        with torch.no_grad():
+            weights, ids = fast(x)
+        assert weights.shape == ids.shape == (3, 0) and ids.dtype == torch.int64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -32,6 +32,8 @@ aten = torch.ops.aten
 ipex = torch.ops.ipex
 
 _OP = "ipex::moe_routing"
+#: Numbers of experts, and of those that are chosen: the op looks through a row once for each, which torch does not.
+_MOST, _MOST_CHOSEN = 512, 32
 
 
 def fuse_routing(ctx: Context) -> None:
@@ -43,7 +45,8 @@ def fuse_routing(ctx: Context) -> None:
         given = arguments(node)
         rows = len(shape_of(node.args[0]) or ()) == 2 and given["dim"] in (-1, 1)
         values, indices = items(node, 0), items(node, 1)
-        if not rows or not given["largest"] or len(values) != 1:
+        k = given["k"]
+        if not rows or not given["largest"] or len(values) != 1 or not isinstance(k, int) or k < 1:
             continue
         softmax = READER.find(SOFTMAX, node.args[0])
         if softmax is not None:
@@ -57,7 +60,7 @@ def fuse_routing(ctx: Context) -> None:
                 continue  # other numbers than the experts of tokens
         logits = uncast(logits)
         inside = {*before, node, *values, *behind, *indices}
-        reason = _reason(ctx, logits, probabilities)
+        reason = _reason(ctx, logits, probabilities, k)
         inner = inside - {root, *indices}
         blocker = next((n.name for n in inner if not inside.issuperset(n.users)), None)
         if reason is None and blocker is not None:
@@ -65,11 +68,10 @@ def fuse_routing(ctx: Context) -> None:
         if reason is not None:
             ctx.reject("routing", node, _OP, reason)
             continue
-        args = (logits, given["k"], bool(behind))
-        call = ctx.call(node, ipex.moe_routing.default, args)
+        call = ctx.call(node, ipex.moe_routing.default, (logits, k, bool(behind)))
         root.replace_all_uses_with(ctx.call(node, operator.getitem, (call, 0)))
         inside |= _give(ctx, node, ctx.call(node, operator.getitem, (call, 1)), indices)
-        ctx.fused("routing", node, call, f"{given['k']} of {describe(logits)}")
+        ctx.fused("routing", node, call, f"{k} of {describe(logits)}")
         ctx.drop(inside)
 
 
@@ -91,11 +93,15 @@ def _after(values: fx.Node, description: Any) -> tuple[fx.Node, tuple[fx.Node, .
     return values, ()
 
 
-def _reason(ctx: Context, logits: Any, probabilities: Any) -> str | None:
+def _reason(ctx: Context, logits: Any, probabilities: Any, k: int) -> str | None:
     """Return why the op cannot do it, or None."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     given, computed = val(logits), val(probabilities)
     if given is None or given.device.type not in DEVICES or given.dtype not in FLOATS:
         return f"no kernel for {describe(logits)}"
+    if not statically_known_true(given.shape[1] <= _MOST) or k > _MOST_CHOSEN:
+        return f"{k} of {given.shape[1]} may be more than {_MOST_CHOSEN} of {_MOST}"
     if computed is None or computed.dtype != torch.float32:
         return f"the probabilities must be float32, they are {describe(probabilities)}"
     return None if ctx.kernels("moe_routing") else "no kernel package implements moe_routing"
