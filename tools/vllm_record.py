@@ -92,6 +92,10 @@ INTERFACES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.distributed.device_communicators.cpu_communicator": {
         "CpuCommunicator": ("__init__", "all_reduce")
     },
+    "vllm.model_executor.layers.fused_moe.router.cpu_router": {
+        "_grouped_topk": (),
+        "_softmax_topk": (),
+    },
     "vllm.distributed.parallel_state": {"all_reduce": (), "get_tp_group": ()},
     "vllm.v1.worker.cpu_worker": {
         "CPUWorker": (

@@ -178,6 +178,43 @@ def test_every_hook_finds_its_place(modules, monkeypatch):
     assert oracle.backend_to_kernel_cls(stand_in.MoeBackend.TRITON) == ["vLLM's TRITON"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts_are_chosen_by_one_op(modules, renormalize, dtype):
+    fake_layers(modules)
+    assert {"_softmax_topk", "_grouped_topk"} <= {*plugin.register()}
+    router = modules["vllm.model_executor.layers.fused_moe.router.cpu_router"]
+    torch.manual_seed(0)
+    logits = torch.randn(5, 16).to(dtype)
+    weights, ids = router._softmax_topk(logits, 3, renormalize)
+    chances = logits.float().softmax(-1)
+    top = chances.topk(3).values
+    wanted = top / top.sum(-1, keepdim=True) if renormalize else top
+    torch.testing.assert_close(weights, wanted)
+    assert torch.equal(chances.gather(1, ids.long()), top) and ids.dtype == torch.int32
+    # The two best of four groups, by the sum of their two best, with a bias that only chooses.
+    bias = torch.randn(16, dtype=torch.float64)
+    given = {"topk": 3, "renormalize": renormalize, "num_expert_group": 4, "topk_group": 2}
+    weights, ids = router._grouped_topk(
+        gating_output=logits,
+        **given,
+        scoring_func="sigmoid",
+        routed_scaling_factor=2.5,
+        e_score_correction_bias=bias,
+    )
+    scores = logits.float().sigmoid()
+    choice = (scores + bias.float()).view(5, 4, 4)
+    groups = choice.topk(2).values.sum(-1).topk(2).indices
+    allowed = torch.zeros(5, 4, 1).scatter(1, groups[..., None], 1).bool()
+    best = choice.masked_fill(~allowed, -torch.inf).view(5, 16).topk(3).indices
+    chosen = scores.gather(1, best)
+    wanted = 2.5 * (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen)
+    assert torch.equal(ids.long(), best)
+    torch.testing.assert_close(weights, wanted)
+    with pytest.raises(RuntimeError, match="scoring_func must be one of softmax, sigmoid"):
+        router._grouped_topk(logits, 3, True, 4, 2, "tanh", 1.0, None)
+
+
 def test_a_hook_without_a_place_is_told_and_the_others_stay(modules, monkeypatch, caplog):
     fake_layers(modules)
     oracle = "vllm.model_executor.layers.fused_moe.oracle.unquantized"

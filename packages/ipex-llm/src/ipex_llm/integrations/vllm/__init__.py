@@ -135,6 +135,7 @@ def _hooks() -> dict[str, Callable[[], tuple[str, ...]]]:
         "linear": linear.replace_unquantized,
         "quantized linear": linear.register_quantized,
         "experts": experts.register_experts,
+        "routing": experts.register_routing,
         "quantized experts": quantized_experts.register_quantized_experts,
     }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float experts of vLLM's mixtures of experts on ``ipex::fused_experts``."""
+"""Float experts of vLLM's mixtures of experts on ``ipex::fused_experts``, and their choice by ``ipex::moe_routing``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 
 from ipex_core.util import return_free_memory
 
-__all__ = ["apply_method", "halves", "interleaved", "register_experts"]
+__all__ = ["apply_method", "halves", "interleaved", "register_experts", "register_routing"]
 
 Tensor = torch.Tensor
 
 _ORACLE = "vllm.model_executor.layers.fused_moe.oracle.unquantized"
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"
 
 
 def register_experts() -> tuple[str, ...]:
@@ -39,6 +40,45 @@ def register_experts() -> tuple[str, ...]:
         choose._ipex = True  # type: ignore[attr-defined]
         oracle.backend_to_kernel_cls = choose
     return ("experts",)
+
+
+def register_routing() -> tuple[str, ...]:
+    """Let vLLM's router for CPUs choose experts by one op, in float32; rules of models' own and DeepSeek V4's stay.
+
+    Returns:
+        The names of the functions that are replaced.
+    """
+    router: Any = importlib.import_module(_ROUTER)
+    ours = {"_softmax_topk": _softmax_topk, "_grouped_topk": _grouped_topk}
+    for name in ours:
+        getattr(router, name)  # both, or none
+    vars(router).update(ours)
+    return tuple(ours)
+
+
+def _softmax_topk(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Return weights, float32, and experts, int32, ``[T, top_k]``, as vLLM's function of this name."""
+    weights, ids = torch.ops.ipex.moe_routing(router_logits, top_k, renormalize)
+    return weights, ids
+
+
+def _grouped_topk(
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    scoring_func: str,
+    routed_scaling_factor: float,
+    e_score_correction_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same of the best groups of experts, as vLLM's function of this name."""
+    bias = e_score_correction_bias
+    weights, ids = torch.ops.ipex.moe_routing(
+        *(gating_output, topk, renormalize, scoring_func, num_expert_group, topk_group),
+        *(None if bias is None else bias.float(), routed_scaling_factor),
+    )
+    return weights, ids
 
 
 def expert_class(base: type) -> type:
