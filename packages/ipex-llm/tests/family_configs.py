@@ -367,7 +367,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
-    # As many keys as the indexer chooses: beyond, the stock forward runs.
     # A norm at the end of the experts.
     "axk1": ("AXK1", {**BASE, **_MLA, "mlp_layer_types": ["dense", "sparse"]}),
     # Gated projections with a bound in dense blocks, an indexer of blocks of keys in the second layer.
@@ -390,6 +389,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "index_topk_blocks": 12,
         },
     ),
+    # As many keys as the indexer chooses: beyond, the stock forward runs.
     "deepseek_v32": (
         "DeepseekV32",
         {**BASE, **_MLA, **_INDEX, "mlp_layer_types": ["dense", "sparse"]},

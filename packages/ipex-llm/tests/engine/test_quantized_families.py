@@ -65,8 +65,9 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
-    found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, **GREEDY)
-    return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    text = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, **GREEDY)
+    found: list[int] = text[0, len(prompt) :].tolist()
+    return found
 
 
 def served(fast: Any, **options: Any) -> tuple[list[list[int]], Engine]:

@@ -2,7 +2,7 @@
 """A compiled step of vLLM as one program, attention to the paged cache and sums over ranks among its instructions.
 
 vLLM calls its op of attention from Python for each layer, which looks up cache and metadata by the name of the layer.
-These are known before a step runs. Steps that need more than the two instructions run the op: while vLLM measures
+These are known before a step runs. Steps that need more than two instructions for it run the op: while vLLM measures
 memory there is no metadata, and other kinds of attention, padded batches and transfers of caches are left to it.
 """
 
