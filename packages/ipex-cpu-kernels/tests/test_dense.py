@@ -214,6 +214,23 @@ def test_products_with_few_rows(level, dtype, rows):
     assert ops.bmm(a, b[:, :, :0]).shape == (2, rows, 0)
 
 
+# Below AVX-512 rows become float: 11 and 23 rows are too few, 97 are more than a step, and of 3,500 columns
+# not all fit; an odd number of columns needs a zero behind each row.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [1, 63, 65, 1800, 3501])
+@pytest.mark.parametrize("rows", [11, 12, 23, 24, 97, 200])
+def test_products_of_16_bit_rows(level, rows, columns, dtype):
+    x, weight, bias, residual = (
+        torch.randn(*shape).to(dtype)
+        for shape in ((rows, columns + 3), (71, columns), (71,), (rows, 71))
+    )
+    x = x[:, :columns]  # rows that do not lie side by side
+    packed = ops.pack_linear_weight(weight)
+    result = ops.linear(x, packed, 71, bias, residual, "relu")
+    sums = (x.double() @ weight.double().T + bias.double()).relu() + residual.double()
+    torch.testing.assert_close(result.double(), sums, rtol=2**-7, atol=2e-2)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 40])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_have_the_same_bits_for_any_number_of_threads(level, rows, transposed):

@@ -92,6 +92,7 @@ bool active_has(Feature feature) {
 }  // namespace
 
 bool active_has_amx() { return active_has(kAmx); }
+bool active_has_avx512() { return active_has(kAvx512); }
 bool active_has_avx512_bf16() { return active_has(kAvx512Bf16); }
 
 std::string why_unavailable(const std::string& level) {

@@ -13,6 +13,7 @@ std::vector<std::string> levels_built();
 std::vector<std::string> levels_available();
 std::string active_level();
 bool active_has_amx();
+bool active_has_avx512();
 bool active_has_avx512_bf16();
 
 // Why a level cannot be used here; "" if it can.

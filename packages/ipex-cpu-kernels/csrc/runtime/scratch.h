@@ -41,7 +41,7 @@ enum class Area {
   kSampleToken,
   kSelectiveScan,
   kStateUpdate,
-  kTiles,  // for gemm_block() in any op: kTileScratch bytes
+  kTiles,  // for gemm_block() in any op: kGemmScratch bytes
   kUpsample,
   kWoqOperand,
   kWoqPanels,

@@ -220,8 +220,7 @@ void multiply_blocks(const Tensor& a, const Tensor& b, bool packed, const Tensor
       // Rows in blocks that stay in L2 beside the panels.
       const int64_t end = std::min(m, row + plan.rows), step = tiles ? kTileRowsMost : 192;
       for (int64_t r = row; r < end; r += step)
-        kernel(&args, r, std::min(end, r + step), 0, panels,
-               tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr);
+        kernel(&args, r, std::min(end, r + step), 0, panels, gemm_scratch<T>(m, tiles));
     };
     run_tasks(batch * plan.down * plan.across, batch * m * n * k,
               uses_tiles(dtype) && m >= kComputeBound, task);

@@ -149,7 +149,7 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
     run_gemm(shape, block, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
                char* copies = Scratch<Area::kConvolutionRows>::get(bytes);
-               char* of_tiles = tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr;
+               char* of_tiles = gemm_scratch<T>(shape.rows, tiles);
                if (copies && (of_tiles || !tiles))
                  kernel(&args, row_begin, row_end, panel_begin, panel_end, copies, of_tiles);
                else

@@ -147,10 +147,9 @@ Tensor grouped_linear(const Tensor& x, const Tensor& offsets, const Tensor& pack
       const int64_t task = t - tasks.first[g];
       const int64_t row = task / tasks.across() * Tasks::kRows;
       const int64_t panel = task % tasks.across() * tasks.chunk;
-      const bool tiles = shape.tiles && m >= kManyRows;
       kernel(&args, row, std::min(m, row + Tasks::kRows), panel,
              std::min(tasks.panels, panel + tasks.chunk),
-             tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr);
+             gemm_scratch<T>(m, shape.tiles && m >= kManyRows));
     });
   });
   return y;

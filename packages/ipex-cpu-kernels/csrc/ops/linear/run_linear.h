@@ -3,9 +3,7 @@
 #pragma once
 
 #include "ipex/glue/gemm_schedule.h"
-#include "ipex/kernel/gemm_sizes.h"
 #include "linear/linear.h"
-#include "runtime/scratch.h"
 
 namespace ipex {
 
@@ -17,7 +15,7 @@ void run_linear(const Kernels& kernels, ScalarType dtype, const LinearArgs& args
     run_gemm(shape, tiles ? kTileRowsMost : 192, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
                kernel(&args, row_begin, row_end, panel_begin, panel_end,
-                      tiles ? Scratch<Area::kTiles>::get(kTileScratch) : nullptr);
+                      gemm_scratch<T>(shape.rows, tiles));
              });
   });
 }

@@ -10,8 +10,10 @@
 #include <cstdint>
 
 #include "ipex/glue/dispatch.h"
+#include "ipex/kernel/gemm_sizes.h"
 #include "linear/packed.h"
 #include "runtime/loader.h"
+#include "runtime/scratch.h"
 #include "runtime/topology.h"
 
 namespace ipex {
@@ -38,6 +40,14 @@ inline bool uses_tiles(ScalarType dtype) {
   return (dtype == ScalarType::BFloat16 || dtype == ScalarType::Char ||
           dtype == ScalarType::Byte) &&
          cpu::active_has_amx();
+}
+
+// Memory of the calling thread for a gemm_block() of `rows` rows, or nullptr where it needs none or
+// memory is short: for tiles, and for 16-bit numbers that are multiplied as floats.
+template <class T>
+char* gemm_scratch(int64_t rows, bool tiles) {
+  const bool widened = sizeof(T) == 2 && rows >= kWideRows<T> && !cpu::active_has_avx512();
+  return tiles || widened ? Scratch<Area::kTiles>::get(kGemmScratch) : nullptr;
 }
 
 // Calls worker(next) on as many threads as pay off. next() gives the numbers of the tasks from 0

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "ipex/kernel/gemm_sizes.h"
 #include "ipex/kernel/vec.h"
 
 namespace ipex {
@@ -24,10 +25,15 @@ inline constexpr int kPanel = 32;
 inline constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 inline constexpr int kTileVectors = 4;
 
-// Rows that callers should pass at a time: a multiple of the tile height, small enough for C to
-// stay in L1.
+// A tile of 12 sums uses each number of the weights too seldom to convert it: many rows multiply
+// weights that were converted before.
 template <class T>
-inline constexpr int kRowStep = 24;
+inline constexpr bool kWidens = kLanes < 16 && sizeof(T) == 2;
+
+// Rows that callers should pass at a time: a multiple of the tile height, small enough for C to
+// stay in L1. More where all of them use what is converted once.
+template <class T>
+inline constexpr int kRowStep = kWidens<T> ? 96 : 24;
 #if IPEX_HAVE_AMX
 template <>
 inline constexpr int kRowStep<BFloat16> = 32;
@@ -201,10 +207,11 @@ void panels_fma(const float* a, int64_t lda, int64_t rows, const W* p0, const W*
 // Copies rows of A as float, `k` elements each; an odd `k` gets a zero behind it for the pairs of
 // bfloat16.
 template <class T>
-void convert_rows(const T* a, int64_t lda, int64_t rows, int64_t k, float* to) {
+void convert_rows(const T* a, int64_t lda, int64_t rows, int64_t k, float* to,
+                  int64_t to_stride = kDepth) {
   for (int64_t r = 0; r < rows; ++r) {
     const T* from = a + r * lda;
-    float* row = to + r * kDepth;
+    float* row = to + r * to_stride;
     int64_t i = 0;
     for (; i + kLanes <= k; i += kLanes) store(row + i, load(from + i));
     if (i < k) store_n(row + i, load_n(from + i, k - i), k - i);
@@ -212,9 +219,8 @@ void convert_rows(const T* a, int64_t lda, int64_t rows, int64_t k, float* to) {
   }
 }
 
-// Depth of what is converted of W at a time, which stays in L1, and from how many rows on that is
-// done.
-inline constexpr int64_t kWideDepth = 64, kWideRows = 12;
+// Depth of what is converted of W at a time, which stays in L1.
+inline constexpr int64_t kWideDepth = 64;
 
 // `k` steps of a panel as float [k][32].
 inline void convert_panel(const BFloat16* p, int64_t k, float* to) {
@@ -227,33 +233,49 @@ inline void convert_panel(const BFloat16* p, int64_t k, float* to) {
     }
 }
 
+inline void convert_panel(const Half* p, int64_t k, float* to) {
+  for (int64_t i = 0; i < k * kPanel; i += kLanes) store(to + i, load(p + i));
+}
+
+// Calls f(d, depth, w0, w1) for pieces of one or two panels in float, from step d on.
+template <class T, class F>
+IPEX_INLINE void for_widened(const T* p0, const T* p1, int64_t k, const F& f) {
+  alignas(64) float wide[2][kWideDepth * kPanel];
+  for (int64_t d = 0; d == 0 || d < k; d += kWideDepth) {  // k = 0 gives zeros
+    const int64_t depth = k - d < kWideDepth ? k - d : kWideDepth;
+    convert_panel(p0 + d * kPanel, depth, wide[0]);
+    if (p1) convert_panel(p1 + d * kPanel, depth, wide[1]);
+    f(d, depth, wide[0], p1 ? wide[1] : nullptr);
+  }
+}
+
+// A in float, rows lda elements apart.
+template <class T>
+void panels_widened(const float* a, int64_t lda, int64_t rows, const T* p0, const T* p1, int64_t k,
+                    float* c, int64_t ldc, bool accumulate) {
+  for_widened(p0, p1, k,
+              [&](int64_t d, int64_t depth, const float* w0, const float* w1) IPEX_LAMBDA {
+                panels_fma(a + d, lda, rows, w0, w1, depth, c, ldc, accumulate || d > 0);
+              });
+}
+
 // Any type, with A converted piece by piece.
 template <class T>
 void panels_converted(const T* a, int64_t lda, int64_t rows, const T* p0, const T* p1, int64_t k,
                       float* c, int64_t ldc, bool accumulate) {
   alignas(64) float row_copy[kTileRows * kDepth];
-  const auto pieces = [&](const auto* w0, const auto* w1, int64_t d, int64_t depth) {
+  const auto piece = [&](int64_t d, int64_t depth, const auto* w0, const auto* w1) IPEX_LAMBDA {
     for (int64_t r = 0; r < rows; r += kTileRows) {
       const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
       convert_rows(a + r * lda + d, lda, n, depth, row_copy);
       panels_fma(row_copy, kDepth, n, w0, w1, depth, c + r * ldc, ldc, accumulate || d > 0);
     }
   };
-  // A tile of few sums converts each number too often: many rows multiply floats.
-  if constexpr (kLanes < 16 && std::is_same_v<T, BFloat16>) {
-    if (rows >= kWideRows) {
-      alignas(64) float wide[2][kWideDepth * kPanel];
-      for (int64_t d = 0; d == 0 || d < k; d += kWideDepth) {  // k = 0 gives zeros
-        const int64_t depth = k - d < kWideDepth ? k - d : kWideDepth;
-        convert_panel(p0 + d * kPanel, depth, wide[0]);
-        if (p1) convert_panel(p1 + d * kPanel, depth, wide[1]);
-        pieces(wide[0], p1 ? wide[1] : nullptr, d, depth);
-      }
-      return;
-    }
+  if constexpr (kWidens<T>) {
+    if (rows >= kWideRows<T>) return for_widened(p0, p1, k, piece);
   }
   for (int64_t d = 0; d == 0 || d < k; d += kDepth)  // as above
-    pieces(p0 + d * kPanel, p1 ? p1 + d * kPanel : nullptr, d, k - d < kDepth ? k - d : kDepth);
+    piece(d, k - d < kDepth ? k - d : kDepth, p0 + d * kPanel, p1 ? p1 + d * kPanel : nullptr);
 }
 
 #if IPEX_HAVE_AVX512_BF16

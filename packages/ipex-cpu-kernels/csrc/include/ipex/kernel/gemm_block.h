@@ -8,8 +8,40 @@
 namespace ipex {
 namespace {
 
-// With `scratch` (kTileScratch bytes, given for bfloat16 where there are tiles and many rows) at
-// most kTileRowsMost rows and kTilePanelsMost panels.
+// Rows [begin, begin + count) of the block. product(i, n, d, p0, p1, depth, c, ldc, accumulate)
+// multiplies n rows from `begin` + i on, and columns of x from d on.
+template <class T, class F>
+IPEX_INLINE void gemm_block_rows(const GemmBlock<T>& g, int64_t begin, int64_t count,
+                                 const F& product) {
+  // Two deep panels and the rows they meet are more than L2 holds. Cut along K, a piece of the
+  // panels stays there while several steps of rows pass. Sums go on where they stopped.
+  constexpr int64_t kDeep = 4096 / static_cast<int64_t>(sizeof(T)), kSteps = 192 / kRowStep<T>;
+  constexpr int64_t ldc = 2 * kPanel;
+  alignas(64) float c[kSteps * kRowStep<T> * ldc];
+  const int64_t size = panel_size<T>(g.k);
+  const bool deep = g.k > kDeep + kDeep / 2 && count > kRowStep<T>;
+  const int64_t piece = deep ? kDeep : g.k > 0 ? g.k : 1;
+  const int64_t most = deep ? kSteps * kRowStep<T> : kRowStep<T>;
+  for (int64_t p = 0; p < g.panels; p += 2) {
+    const T* p0 = g.w + p * size;
+    const T* p1 = p + 1 < g.panels ? p0 + size : nullptr;
+    const Finisher<T> finisher = g.finisher(p, (p1 ? 2 : 1) * g.panel_columns());
+    for (int64_t r = 0; r < count; r += most) {
+      const int64_t rows = count - r < most ? count - r : most;
+      if (g.addend) g.load_addend(p, (p1 ? 2 : 1) * kPanel, begin + r, rows, c, ldc);
+      for (int64_t d = 0; d == 0 || d < g.k; d += piece) {
+        const int64_t depth = g.k - d < piece ? g.k - d : piece;
+        for (int64_t i = 0; i < rows; i += kRowStep<T>)
+          product(r + i, rows - i < kRowStep<T> ? rows - i : kRowStep<T>, d, p0 + d * kPanel,
+                  p1 ? p1 + d * kPanel : nullptr, depth, c + i * ldc, ldc, d > 0 || g.addend);
+      }
+      g.finish(finisher, p, c, ldc, begin + r, rows);
+    }
+  }
+}
+
+// `scratch`: kGemmScratch bytes, or null. With it there are at most kTileRowsMost rows and
+// kTilePanelsMost panels where bfloat16 has tiles.
 template <class T>
 void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
 #if IPEX_HAVE_AMX
@@ -20,33 +52,32 @@ void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
     }
   }
 #endif
-  // Two deep panels and the rows they meet are more than L2 holds. Cut along K, a piece of the
-  // panels stays there while several steps of rows pass. Sums go on where they stopped.
-  constexpr int64_t kDeep = 4096 / static_cast<int64_t>(sizeof(T)), kSteps = 8;
-  constexpr int64_t ldc = 2 * kPanel;
-  alignas(64) float c[kSteps * kRowStep<T> * ldc];
-  const int64_t size = panel_size<T>(g.k);
-  const bool deep = g.k > kDeep + kDeep / 2 && g.rows > kRowStep<T>;
-  const int64_t piece = deep ? kDeep : g.k > 0 ? g.k : 1;
-  const int64_t most = deep ? kSteps * kRowStep<T> : kRowStep<T>;
-  TileScope scope;
-  for (int64_t p = 0; p < g.panels; p += 2) {
-    const T* p0 = g.w + p * size;
-    const T* p1 = p + 1 < g.panels ? p0 + size : nullptr;
-    const Finisher<T> finisher = g.finisher(p, (p1 ? 2 : 1) * g.panel_columns());
-    for (int64_t r = 0; r < g.rows; r += most) {
-      const int64_t rows = g.rows - r < most ? g.rows - r : most;
-      if (g.addend) g.load_addend(p, (p1 ? 2 : 1) * kPanel, r, rows, c, ldc);
-      for (int64_t d = 0; d == 0 || d < g.k; d += piece) {
-        const int64_t depth = g.k - d < piece ? g.k - d : piece;
-        for (int64_t i = 0; i < rows; i += kRowStep<T>)
-          multiply(scope, g.x + (r + i) * g.x_stride + d, g.x_stride,
-                   rows - i < kRowStep<T> ? rows - i : kRowStep<T>, p0 + d * kPanel,
-                   p1 ? p1 + d * kPanel : nullptr, depth, c + i * ldc, ldc, d > 0 || g.addend);
+  if constexpr (kWidens<T>) {
+    auto* wide = reinterpret_cast<float*>(scratch);
+    const int64_t stride = (g.k + 1) / 2 * 2,
+                  floats = kGemmScratch / static_cast<int64_t>(sizeof(float));
+    const int64_t most = stride ? floats / stride / kRowStep<T> * kRowStep<T> : 0;
+    if (wide && most && g.rows >= kWideRows<T>) {  // all panels meet rows that were converted once
+      for (int64_t r = 0; r < g.rows; r += most) {
+        const int64_t rows = g.rows - r < most ? g.rows - r : most;
+        convert_rows(g.x + r * g.x_stride, g.x_stride, rows, g.k, wide, stride);
+        gemm_block_rows(g, r, rows,
+                        [&](int64_t i, int64_t n, int64_t d, const T* p0, const T* p1,
+                            int64_t depth, float* c, int64_t ldc, bool accumulate) IPEX_LAMBDA {
+                          panels_widened(wide + i * stride + d, stride, n, p0, p1, depth, c, ldc,
+                                         accumulate);
+                        });
       }
-      g.finish(finisher, p, c, ldc, r, rows);
+      return;
     }
   }
+  TileScope scope;
+  gemm_block_rows(g, 0, g.rows,
+                  [&](int64_t i, int64_t n, int64_t d, const T* p0, const T* p1, int64_t depth,
+                      float* c, int64_t ldc, bool accumulate) IPEX_LAMBDA {
+                    multiply(scope, g.x + i * g.x_stride + d, g.x_stride, n, p0, p1, depth, c, ldc,
+                             accumulate);
+                  });
 }
 
 }  // namespace

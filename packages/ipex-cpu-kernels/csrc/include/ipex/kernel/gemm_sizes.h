@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes of the blocks in which AMX tiles multiply; known to kernels and to the glue that cuts the
-// tasks and provides the memory. See gemm_tiles.h for the reasons.
+// Sizes of the blocks in which AMX tiles multiply, and of the memory of a block of any product;
+// known to kernels and to the glue that cuts the tasks and provides the memory. See gemm_tiles.h
+// for the reasons.
 #pragma once
 
 #include <cstdint>
+
+#include "ipex/kernel.h"
 
 namespace ipex {
 
@@ -15,6 +18,13 @@ inline constexpr int64_t kTileLdc = 64;        // C lies as [32][64], for two pa
 
 inline constexpr int64_t kTileScratchX = kTileRowsMost * kTileDepth * 2;
 inline constexpr int64_t kTileScratchC = kTileRowsMost * kTilePanelsMost * 32 * 4;
-inline constexpr int64_t kTileScratch = kTileScratchX + kTileScratchC;
+inline constexpr int64_t kGemmScratch = kTileScratchX + kTileScratchC;
+
+// Rows from which 16-bit numbers are converted before they are multiplied as floats. Half takes one
+// instruction for each vector in a tile, BFloat16 two.
+template <class T>
+inline constexpr int64_t kWideRows = 24;
+template <>
+inline constexpr int64_t kWideRows<BFloat16> = 12;
 
 }  // namespace ipex
