@@ -530,38 +530,27 @@ def _reshape(low: _Lowering, node: fx.Node) -> Any:
     return low.builder.call("reshape", low.register(node.args[0]), sizes)
 
 
-@_rule(aten.permute.default)
-def _permute(low: _Lowering, node: fx.Node) -> Any:
-    return low.builder.call("permute", low.register(node.args[0]), list(node.args[1]))  # type: ignore[arg-type]
+#: Ops that an instruction computes from the same arguments.
+_ALIKE: dict[Any, str] = {
+    aten.permute.default: "permute",
+    aten.transpose.int: "transpose",
+    aten.expand.default: "expand",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.squeeze.dim: "squeeze",
+    prims.convert_element_type.default: "cast",
+}
+
+
+@_rule(*_ALIKE)
+def _alike(low: _Lowering, node: fx.Node) -> Any:
+    return low.builder.call(_ALIKE[node.target], *map(low.argument, node.args))
 
 
 @_rule(aten.t.default)
 def _t(low: _Lowering, node: fx.Node) -> Any:
     found = val(node)
-    if found is None or found.dim() != 2:
-        return low.register(node.args[0])
-    return low.builder.call("permute", low.register(node.args[0]), [1, 0])
-
-
-@_rule(aten.transpose.int)
-def _transpose(low: _Lowering, node: fx.Node) -> Any:
-    return low.builder.call("transpose", low.register(node.args[0]), node.args[1], node.args[2])
-
-
-@_rule(aten.expand.default)
-def _expand(low: _Lowering, node: fx.Node) -> Any:
-    sizes = low.integers(node.args[1])
-    return low.builder.call("expand", low.register(node.args[0]), sizes)
-
-
-@_rule(aten.unsqueeze.default)
-def _unsqueeze(low: _Lowering, node: fx.Node) -> Any:
-    return low.builder.call("unsqueeze", low.register(node.args[0]), node.args[1])
-
-
-@_rule(aten.squeeze.dim)
-def _squeeze(low: _Lowering, node: fx.Node) -> Any:
-    return low.builder.call("squeeze", low.register(node.args[0]), node.args[1])
+    x = low.register(node.args[0])
+    return x if found is None or found.dim() != 2 else low.builder.call("permute", x, [1, 0])
 
 
 @_rule(aten.squeeze.dims)
@@ -633,11 +622,6 @@ def _through_views(node: fx.Node) -> list[fx.Node]:
             if user.target in _VIEWS:
                 edge.append(user)
     return found
-
-
-@_rule(prims.convert_element_type.default)
-def _convert(low: _Lowering, node: fx.Node) -> Any:
-    return low.builder.call("cast", low.register(node.args[0]), node.args[1])
 
 
 @_rule(aten.cat.default)
