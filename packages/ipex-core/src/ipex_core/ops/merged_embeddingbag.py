@@ -47,62 +47,47 @@ def _check_index(op: str, name: str, value: Tensor, weight: Tensor, dtype: torch
     )
 
 
-def check_bags(
-    op: str,
-    weights: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    pooling_mode: str,
-    include_last_offset: bool,
-    dtypes: Sequence[torch.dtype] = FLOATS,
-) -> None:
+def check_bags(a: Arguments, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Check everything but the values of indices and offsets."""
-    check(len(weights) > 0, op, "weights", "hold at least 1 tensor", 0)
-    first = weights[0]
-    check_tensor(op, "weights[0]", first, dtypes)
-    check(first.dim() == 2, op, "weights[0]", "be 2-D [rows, D]", f"{first.dim()}-D")
+    a.require(len(a.weights) > 0, "weights", "hold at least 1 tensor", 0)
+    first = a.weights[0]
+    check_tensor(a.op, "weights[0]", first, dtypes)
+    a.require(first.dim() == 2, "weights[0]", "be 2-D [rows, D]", f"{first.dim()}-D")
     dim = first.shape[1]
-    for i, weight in enumerate(weights):
+    for i, weight in enumerate(a.weights):
         name = f"weights[{i}]"
-        check_kind(op, name, weight, first, "weights[0]")
+        check_kind(a.op, name, weight, first, "weights[0]")
         fits = weight.dim() == 2 and weight.shape[1] == dim
-        check(fits, op, name, f"have shape [rows, {dim}]", list(weight.shape))
-    known, mode = pooling_mode in ("sum", "mean"), repr(pooling_mode)
-    check(known, op, "pooling_mode", "be 'sum' or 'mean'", mode)
-    tables = len(weights)
-    check_table_list(op, "indices", indices, tables)
-    check_table_list(op, "offsets", offsets, tables)
-    for i, value in enumerate(indices):
-        _check_index(op, f"indices[{i}]", value, first, indices[0].dtype)
-    for i, value in enumerate(offsets):
+        a.require(fits, name, f"have shape [rows, {dim}]", list(weight.shape))
+    known, mode = a.pooling_mode in ("sum", "mean"), repr(a.pooling_mode)
+    a.require(known, "pooling_mode", "be 'sum' or 'mean'", mode)
+    tables = len(a.weights)
+    check_table_list(a.op, "indices", a.indices, tables)
+    check_table_list(a.op, "offsets", a.offsets, tables)
+    for i, value in enumerate(a.indices):
+        _check_index(a.op, f"indices[{i}]", value, first, a.indices[0].dtype)
+    for i, value in enumerate(a.offsets):
         name = f"offsets[{i}]"
-        _check_index(op, name, value, first, indices[0].dtype)
-        least = 1 if include_last_offset else 0
-        check(value.shape[0] >= least, op, name, f"have at least {least} element(s)", 0)
-        wanted = f"have the shape of offsets[0] = {list(offsets[0].shape)}"
-        check(value.shape == offsets[0].shape, op, name, wanted, list(value.shape))
-    if not per_sample_weights:
+        _check_index(a.op, name, value, first, a.indices[0].dtype)
+        least = 1 if a.include_last_offset else 0
+        a.require(value.shape[0] >= least, name, f"have at least {least} element(s)", 0)
+        wanted = f"have the shape of offsets[0] = {list(a.offsets[0].shape)}"
+        a.require(value.shape == a.offsets[0].shape, name, wanted, list(value.shape))
+    factors = vars(a).get("per_sample_weights")
+    if not factors:
         return
-    check_table_list(op, "per_sample_weights", per_sample_weights, tables)
-    check(pooling_mode == "sum", op, "pooling_mode", "be 'sum' with per_sample_weights", mode)
-    for i, value in enumerate(per_sample_weights):
+    check_table_list(a.op, "per_sample_weights", factors, tables)
+    a.require(a.pooling_mode == "sum", "pooling_mode", "be 'sum' with per_sample_weights", mode)
+    for i, value in enumerate(factors):
         name = f"per_sample_weights[{i}]"
-        check_kind(op, name, value, first, "weights[0]")
-        shape = list(indices[i].shape)
-        check_shape(op, name, value, shape)
+        check_kind(a.op, name, value, first, "weights[0]")
+        check_shape(a.op, name, value, list(a.indices[i].shape))
 
 
-def check_dense(
-    op: str,
-    dense: Tensor,
-    weights: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    include_last_offset: bool,
-) -> None:
+def _check_dense(a: Arguments) -> None:
     """Check that there is a row of features for each bag, of the size of the rows of the tables."""
-    shape = [bag_count(offsets, include_last_offset), weights[0].shape[1]]
-    check_shape(op, "dense", dense, shape)
+    shape = [bag_count(a.offsets, a.include_last_offset), a.weights[0].shape[1]]
+    check_shape(a.op, "dense", a.dense, shape)
 
 
 def bag_count(offsets: Sequence[Tensor], include_last_offset: bool) -> int:
@@ -282,22 +267,10 @@ def _cat(
     return torch.cat([dense[None], bags]).transpose(0, 1).flatten(1)
 
 
-def _float_check(a: Arguments) -> None:
-    check_bags(
-        _FORWARD,
-        a.weights,
-        a.indices,
-        a.offsets,
-        a.per_sample_weights,
-        a.pooling_mode,
-        a.include_last_offset,
-    )
-
-
 def _check_cat(a: Arguments) -> None:
-    check_bags(_CAT, a.weights, a.indices, a.offsets, [], a.pooling_mode, a.include_last_offset)
+    check_bags(a)
     check_kind(_CAT, "dense", a.dense, a.weights[0], "weights[0]")
-    check_dense(_CAT, a.dense, a.weights, a.offsets, a.include_last_offset)
+    _check_dense(a)
 
 
 def _float_fake(a: Arguments) -> Tensor:
@@ -387,9 +360,7 @@ def _portable(
     if per_sample_weights:
         return NotImplemented
     return torch.stack(
-        _float_stock(
-            weights, indices, offsets, per_sample_weights, pooling_mode, include_last_offset
-        )
+        _float_stock(weights, indices, offsets, [], pooling_mode, include_last_offset)
     )
 
 
@@ -460,7 +431,7 @@ register(
         name=_FORWARD,
         schema=_SCHEMA.format("Tensor[] per_sample_weights"),
         reference=_float_forward,
-        check=_float_check,
+        check=check_bags,
         fake=_float_fake,
         samples=_float_samples,
         stock=_float_stock,
@@ -548,16 +519,7 @@ def _int8_forward(
 
 def _int8_check(a: Arguments) -> None:
     check_tensor(_NAME, "dense", a.dense)
-    check_bags(
-        _NAME,
-        a.weights,
-        a.indices,
-        a.offsets,
-        [],
-        a.pooling_mode,
-        a.include_last_offset,
-        (torch.int8,),
-    )
+    check_bags(a, (torch.int8,))
     check_table_list(_NAME, "scales", a.scales, len(a.weights))
     for i, scale in enumerate(a.scales):
         name = f"scales[{i}]"
@@ -566,7 +528,7 @@ def _int8_check(a: Arguments) -> None:
         wanted = [a.weights[i].shape[0]]
         check_shape(_NAME, name, scale, wanted)
     check_device(_NAME, "dense", a.dense, a.weights[0], "weights[0]")
-    check_dense(_NAME, a.dense, a.weights, a.offsets, a.include_last_offset)
+    _check_dense(a)
 
 
 def _quantized(tables: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

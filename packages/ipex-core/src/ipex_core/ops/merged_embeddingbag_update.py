@@ -23,6 +23,7 @@ from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 from ipex_core.ops.merged_embeddingbag import (
     Shape,
     bag_bench,
+    bag_count,
     bags_of,
     check_bags,
     check_table_list,
@@ -182,47 +183,31 @@ def _check_table(op: str, name: str, value: Tensor, weight: Tensor, dtype: torch
     check_contiguous(op, name, value)
 
 
-def _check_update(
-    op: str,
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    trails: Sequence[Tensor],
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    pooling_mode: str,
-    include_last_offset: bool,
-) -> None:
-    check_bags(op, weights, indices, offsets, per_sample_weights, pooling_mode, include_last_offset)
-    first = weights[0]
-    tables = len(weights)
-    shape = [offsets[0].shape[0] - int(include_last_offset), first.shape[1]]
-    check_table_list(op, "grads", grads, tables)
-    for i, grad in enumerate(grads):
-        check_kind(op, f"grads[{i}]", grad, first, "weights[0]")
-        check_shape(op, f"grads[{i}]", grad, shape)
-    check_table_list(op, "trails", trails, tables)
-    for i, (weight, trail) in enumerate(zip(weights, trails, strict=True)):
-        _check_table(op, f"weights[{i}]", weight, weight, first.dtype)
+def _check_update(a: Arguments) -> None:
+    check_bags(a)
+    first = a.weights[0]
+    tables = len(a.weights)
+    shape = [bag_count(a.offsets, a.include_last_offset), first.shape[1]]
+    check_table_list(a.op, "grads", a.grads, tables)
+    for i, grad in enumerate(a.grads):
+        check_kind(a.op, f"grads[{i}]", grad, first, "weights[0]")
+        check_shape(a.op, f"grads[{i}]", grad, shape)
+    check_table_list(a.op, "trails", a.trails, tables)
+    for i, (weight, trail) in enumerate(zip(a.weights, a.trails, strict=True)):
+        _check_table(a.op, f"weights[{i}]", weight, weight, first.dtype)
         if trail.numel() == 0:
             continue
         split = first.dtype == torch.bfloat16
         got = dtype_name(first.dtype)
-        check(split, op, f"trails[{i}]", f"be empty for tables of {got}", list(trail.shape))
-        _check_table(op, f"trails[{i}]", trail, weight, torch.bfloat16)
-
-
-def _check_sgd(a: Arguments) -> None:
-    bags = (a.indices, a.offsets, a.per_sample_weights, a.pooling_mode, a.include_last_offset)
-    _check_update(_SGD, a.grads, a.weights, a.trails, *bags)
+        a.require(split, f"trails[{i}]", f"be empty for tables of {got}", list(trail.shape))
+        _check_table(a.op, f"trails[{i}]", trail, weight, torch.bfloat16)
 
 
 def _check_adagrad(a: Arguments) -> None:
-    bags = (a.indices, a.offsets, a.per_sample_weights, a.pooling_mode, a.include_last_offset)
-    _check_update(_ADAGRAD, a.grads, a.weights, a.trails, *bags)
-    check_table_list(_ADAGRAD, "hessians", a.hessians, len(a.weights))
+    _check_update(a)
+    check_table_list(a.op, "hessians", a.hessians, len(a.weights))
     for i, (weight, hessian) in enumerate(zip(a.weights, a.hessians, strict=True)):
-        _check_table(_ADAGRAD, f"hessians[{i}]", hessian, weight, torch.float32)
+        _check_table(a.op, f"hessians[{i}]", hessian, weight, torch.float32)
 
 
 def _exact(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -370,7 +355,7 @@ register(
             f"{_BAGS}, float weight_decay) -> ()"
         ),
         reference=_sgd,
-        check=_check_sgd,
+        check=_check_update,
         fake=lambda a: None,
         samples=_samples_sgd,
         stock=_stock_step,
