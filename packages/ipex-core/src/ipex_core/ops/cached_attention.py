@@ -133,7 +133,7 @@ def _single_query(
 def _check(a: Arguments) -> None:
     check_tensor(OP, "query", a.query)
     text = "be 3-D [sequences, heads, head_size]"
-    check(a.query.dim() == 3, OP, "query", text, f"{a.query.dim()}-D")
+    a.require(a.query.dim() == 3, "query", text, f"{a.query.dim()}-D")
     sequences, heads, size = a.query.shape
     check_head_size(OP, size)
     check_score_scale(OP, "scale", a.scale)
@@ -141,29 +141,28 @@ def _check(a: Arguments) -> None:
     check_not_expanded(OP, "output", a.output)
     stride = a.output.stride(2)
     fine = stride == 1 or size <= 1
-    check(fine, OP, "output", "have a contiguous last dimension", f"stride {stride}")
+    a.require(fine, "output", "have a contiguous last dimension", f"stride {stride}")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
     check_caches(OP, a.key_cache, a.value_cache, a.query, "query", shape)
-    check(
+    a.require(
         a.key_cache.shape[2] == a.block_size and a.key_cache.shape[3] == size,
-        OP,
         "key_cache",
         f"have shape [num_blocks, kv_heads, {a.block_size}, {size}]",
         list(a.key_cache.shape),
     )
-    check(a.block_size > 0, OP, "block_size", "be positive", a.block_size)
+    a.require(a.block_size > 0, "block_size", "be positive")
     check_head_groups(OP, heads, a.key_cache.shape[1])
     if a.head_mapping is not None:
         check_index_tensor(OP, "head_mapping", a.head_mapping, 1, a.query)
         have = a.head_mapping.shape[0]
         fits = have in (heads, a.key_cache.shape[1])
-        check(fits, OP, "head_mapping", f"have size heads = {heads}", have)
+        a.require(fits, "head_mapping", f"have size heads = {heads}", have)
     check_index_tensor(OP, "block_tables", a.block_tables, 2, a.query)
     check_index_tensor(OP, "context_lens", a.context_lens, 1, a.query)
     have = a.block_tables.shape[0]
-    check(have == sequences, OP, "block_tables", f"have {sequences} rows", have)
+    a.require(have == sequences, "block_tables", f"have {sequences} rows", have)
     have = a.context_lens.shape[0]
-    check(have == sequences, OP, "context_lens", f"have size sequences = {sequences}", have)
+    a.require(have == sequences, "context_lens", f"have size sequences = {sequences}", have)
     check_window(OP, a.window_size)
     check_head_vector(OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
     check_head_vector(OP, "sinks", a.sinks, heads, a.query)
@@ -400,14 +399,13 @@ def _additive(mask: Tensor, zeros: Tensor) -> Tensor:
 def _indirect_check(a: Arguments) -> None:
     check_tensor(INDIRECT_OP, "query", a.query)
     text = "be 4-D [sequences, Q, heads, head_size]"
-    check(a.query.dim() == 4, INDIRECT_OP, "query", text, f"{a.query.dim()}-D")
+    a.require(a.query.dim() == 4, "query", text, f"{a.query.dim()}-D")
     sequences, queries, heads, size = a.query.shape
     check_head_size(INDIRECT_OP, size)
     check_score_scale(INDIRECT_OP, "scale", a.scale)
     check_kind(INDIRECT_OP, "key", a.key, a.query, "query")
-    check(
+    a.require(
         a.key.dim() == 4 and (*a.key.shape[:2], a.key.shape[3]) == (sequences, queries, size),
-        INDIRECT_OP,
         "key",
         f"have shape [{sequences}, {queries}, kv_heads, {size}]",
         list(a.key.shape),
@@ -416,9 +414,8 @@ def _indirect_check(a: Arguments) -> None:
     shape = "[max_positions, sequences, kv_heads, head_size]"
     check_caches(INDIRECT_OP, a.key_cache, a.value_cache, a.query, "query", shape, written=True)
     kv_heads = a.key.shape[2]
-    check(
+    a.require(
         list(a.key_cache.shape[1:]) == [sequences, kv_heads, size],
-        INDIRECT_OP,
         "key_cache",
         f"have shape [max_positions, {sequences}, {kv_heads}, {size}]",
         list(a.key_cache.shape),
@@ -428,12 +425,10 @@ def _indirect_check(a: Arguments) -> None:
     check_device(INDIRECT_OP, "beam_idx", a.beam_idx, a.query, "query")
     check_dtype_in(INDIRECT_OP, "beam_idx", a.beam_idx, torch.int64)
     check_shape(INDIRECT_OP, "beam_idx", a.beam_idx, [positions + 2, sequences])
-    check(
+    a.require(
         0 <= a.offset <= positions - queries,
-        INDIRECT_OP,
         "offset",
         f"be between 0 and max_positions - Q = {positions - queries}",
-        a.offset,
     )
     check_mask(INDIRECT_OP, a.mask, a.query, (sequences, heads, queries, a.offset + queries))
     check_head_vector(INDIRECT_OP, "alibi_slopes", a.alibi_slopes, heads, a.query)

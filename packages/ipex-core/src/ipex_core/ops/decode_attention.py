@@ -122,14 +122,13 @@ def _decode_attention(
 
 def _check(a: Arguments) -> None:
     check_tensor(OP, "query", a.query)
-    check(a.query.dim() == 4, OP, "query", "be 4-D [B, H, Q, D]", f"{a.query.dim()}-D")
+    a.require(a.query.dim() == 4, "query", "be 4-D [B, H, Q, D]", f"{a.query.dim()}-D")
     batch, heads, queries, size = a.query.shape
     check_head_size(OP, size)
     check_score_scale(OP, "scale", a.scale)
     check_caches(OP, a.key_cache, a.value_cache, a.query, "query", "[B, kv_heads, S, D]")
-    check(
+    a.require(
         a.key_cache.shape[0] == batch and a.key_cache.shape[3] == size,
-        OP,
         "key_cache",
         f"have shape [{batch}, kv_heads, S, {size}]",
         list(a.key_cache.shape),
@@ -138,7 +137,7 @@ def _check(a: Arguments) -> None:
     if a.lengths is not None:
         check_index_tensor(OP, "lengths", a.lengths, 1, a.query)
         have = a.lengths.shape[0]
-        check(have == batch, OP, "lengths", f"have size B = {batch}", have)
+        a.require(have == batch, "lengths", f"have size B = {batch}", have)
     check_mask(OP, a.mask, a.query, (batch, heads, queries, a.key_cache.shape[2]))
     check_window(OP, a.window_size)
     check_head_vector(OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
@@ -333,37 +332,35 @@ def _mla(
 def _mla_check(a: Arguments) -> None:
     check_tensor(MLA_OP, "query", a.query)
     text = "be 3-D [sequences, heads, width]"
-    check(a.query.dim() == 3, MLA_OP, "query", text, f"{a.query.dim()}-D")
+    a.require(a.query.dim() == 3, "query", text, f"{a.query.dim()}-D")
     sequences, _, width = a.query.shape
-    check(0 < width <= 4096, MLA_OP, "query", "have a width between 1 and 4096", width)
+    a.require(0 < width <= 4096, "query", "have a width between 1 and 4096", width)
     text = f"be between 1 and the width of query = {width}"
-    check(0 < a.kv_lora_rank <= width, MLA_OP, "kv_lora_rank", text, a.kv_lora_rank)
+    a.require(0 < a.kv_lora_rank <= width, "kv_lora_rank", text)
     check_score_scale(MLA_OP, "scale", a.scale)
     check_kind(MLA_OP, "kv_cache", a.kv_cache, a.query, "query")
     shape = list(a.kv_cache.shape)
     fits = a.kv_cache.dim() == 3 and shape[2] == width
-    check(fits, MLA_OP, "kv_cache", f"have shape [blocks, rows, {width}]", shape)
+    a.require(fits, "kv_cache", f"have shape [blocks, rows, {width}]", shape)
     stride = a.kv_cache.stride(2)
     fine = stride == 1 or width == 1
-    check(fine, MLA_OP, "kv_cache", "have a contiguous last dimension", f"stride {stride}")
+    a.require(fine, "kv_cache", "have a contiguous last dimension", f"stride {stride}")
     check_not_expanded(MLA_OP, "kv_cache", a.kv_cache)
     check_index_tensor(MLA_OP, "lengths", a.lengths, 1, a.query)
     have = a.lengths.shape[0]
-    check(have == sequences, MLA_OP, "lengths", f"have size sequences = {sequences}", have)
+    a.require(have == sequences, "lengths", f"have size sequences = {sequences}", have)
     if a.block_tables is not None:
         check_index_tensor(MLA_OP, "block_tables", a.block_tables, 2, a.query)
         have = a.block_tables.shape[0]
-        check(have == sequences, MLA_OP, "block_tables", f"have {sequences} rows", have)
-        check(shape[1] > 0, MLA_OP, "kv_cache", "have rows in its blocks", shape)
+        a.require(have == sequences, "block_tables", f"have {sequences} rows", have)
+        a.require(shape[1] > 0, "kv_cache", "have rows in its blocks", shape)
     else:
         text = f"have {sequences} blocks where there are no block_tables"
-        check(shape[0] == sequences, MLA_OP, "kv_cache", text, shape[0])
+        a.require(shape[0] == sequences, "kv_cache", text, shape[0])
     if a.new_rows is not None:
         check_kind(MLA_OP, "new_rows", a.new_rows, a.query, "query")
         got = list(a.new_rows.shape)
-        check(
-            got == [sequences, width], MLA_OP, "new_rows", f"have shape [{sequences}, {width}]", got
-        )
+        a.require(got == [sequences, width], "new_rows", f"have shape [{sequences}, {width}]", got)
 
 
 def _arguments(

@@ -128,15 +128,14 @@ def _grouped_linear(
 
 def _check(a: Arguments) -> None:
     check_tensor(OP, "x", a.x)
-    check(a.x.dim() == 2, OP, "x", "be 2-D", list(a.x.shape))
-    check(a.out_features > 0, OP, "out_features", "be positive", a.out_features)
+    a.require(a.x.dim() == 2, "x", "be 2-D", list(a.x.shape))
+    a.require(a.out_features > 0, "out_features", "be positive")
     check_activation(OP, a.activation, a.gate)
     n = weight_rows(a.out_features, a.gate)
     check_device(OP, "offsets", a.offsets, a.x)
     check_dtype_in(OP, "offsets", a.offsets, torch.int32, torch.int64)
-    check(
+    a.require(
         a.offsets.dim() == 1 and a.offsets.shape[0] > 0,
-        OP,
         "offsets",
         "be 1-D and not empty",
         list(a.offsets.shape),
@@ -278,31 +277,19 @@ def _bmm(
 
 def _bmm_check(a: Arguments) -> None:
     check_tensor(BMM_OP, "a", a.a, min_dim=3)
-    check(a.a.dim() == 3, BMM_OP, "a", "be 3-D", list(a.a.shape))
+    a.require(a.a.dim() == 3, "a", "be 3-D", list(a.a.shape))
     batch, m, k = a.a.shape
     check_device(BMM_OP, "b", a.b, a.a, "a")
     if a.b.dtype == torch.uint8:
-        check(
-            a.out_features > 0,
-            BMM_OP,
-            "out_features",
-            "be positive where b is packed",
-            a.out_features,
-        )
+        a.require(a.out_features > 0, "out_features", "be positive where b is packed")
         check_packed_rows(BMM_OP, "b", a.b, batch, a.out_features, k, a.a.dtype)
         n = a.out_features
     else:
         check_dtype(BMM_OP, "b", a.b, a.a, "a")
         fits = a.b.dim() == 3 and list(a.b.shape[:2]) == [batch, k]
-        check(fits, BMM_OP, "b", f"have shape [{batch}, {k}, N]", list(a.b.shape))
+        a.require(fits, "b", f"have shape [{batch}, {k}, N]", list(a.b.shape))
         n = a.b.shape[2]
-        check(
-            a.out_features in (0, n),
-            BMM_OP,
-            "out_features",
-            f"be b.shape[2] = {n} or 0",
-            a.out_features,
-        )
+        a.require(a.out_features in (0, n), "out_features", f"be b.shape[2] = {n} or 0")
     if a.add is not None:
         check_kind(BMM_OP, "add", a.add, a.a, "a")
         shape = [batch, m, n]

@@ -258,32 +258,24 @@ _OUTSIDE = {low: functools.partial(_outside, low) for low in (-128, 0)}
 
 def _check(a: Arguments) -> None:
     check_tensor(_OP, "x", a.x, (*FLOATS, *_CODES))
-    check(a.out_features > 0, _OP, "out_features", "be positive", a.out_features)
+    a.require(a.out_features > 0, "out_features", "be positive")
     check_activation(_OP, a.activation, a.gate)
     n = weight_rows(a.out_features, a.gate)
     check_device(_OP, "packed_weight", a.packed_weight, a.x)
     _packed_int8.check_packed(_OP, "packed_weight", a.packed_weight, n, a.x.shape[-1])
     check_device(_OP, "weight_scale", a.weight_scale, a.x)
     check_tensor(_OP, "weight_scale", a.weight_scale, (torch.float32,), min_dim=0)
-    check(
+    a.require(
         a.weight_scale.numel() == 1 or (a.weight_scale.dim() == 1 and a.weight_scale.shape[0] == n),
-        _OP,
         "weight_scale",
         f"have one element or one for each row of the weight = {n}",
         list(a.weight_scale.shape),
     )
-    check(
-        a.act_quant in ("per_token", "per_tensor"),
-        _OP,
-        "act_quant",
-        "be per_token or per_tensor",
-        a.act_quant,
-    )
+    a.require(a.act_quant in ("per_token", "per_tensor"), "act_quant", "be per_token or per_tensor")
     _check_activations(a.x, a.x_scale, a.x_zero, a.symmetric)
     result = result_dtype(a.x, a.dtype)
-    check(
+    a.require(
         result in (*FLOATS, *_CODES),
-        _OP,
         "dtype",
         "be float32, bfloat16, float16, int8 or uint8",
         dtype_name(result),
@@ -292,7 +284,7 @@ def _check(a: Arguments) -> None:
         check_scale(_OP, "output_scale", a.output_scale)
         low = -128 if result == torch.int8 else 0
         usable = low <= a.output_zero <= low + 255
-        check(usable, _OP, "output_zero", f"be in [{low}, {low + 255}]", a.output_zero)
+        a.require(usable, "output_zero", f"be in [{low}, {low + 255}]")
         result = torch.float32
     check_operands(
         _OP,
@@ -532,19 +524,18 @@ def _matmul_check(a: Arguments) -> None:
     text = (
         f"have a.shape[-1] rows and leading sizes that broadcast with a of shape {list(a.a.shape)}"
     )
-    check(fits, OP, "b", text, list(a.b.shape))
-    check(
+    a.require(fits, "b", text, list(a.b.shape))
+    a.require(
         max(a.a.dim(), a.b.dim()) <= _MOST_DIMS,
-        OP,
         "a",
         f"have at most {_MOST_DIMS} dimensions",
         a.a.dim(),
     )
     depth = a.a.shape[-1]
-    check(depth <= MOST_DEPTH, OP, "a", f"have at most {MOST_DEPTH} columns", depth)
+    a.require(depth <= MOST_DEPTH, "a", f"have at most {MOST_DEPTH} columns", depth)
     for name, scale, zero in (("a", a.a_scale, a.a_zero), ("b", a.b_scale, a.b_zero)):
         check_scale(OP, f"{name}_scale", scale)
-        check(0 <= zero <= 255, OP, f"{name}_zero", "be in [0, 255]", zero)
+        a.require(0 <= zero <= 255, f"{name}_zero", "be in [0, 255]", zero)
 
 
 def _matmul_fake(a: Arguments) -> Tensor:

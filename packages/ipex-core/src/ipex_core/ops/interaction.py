@@ -281,33 +281,33 @@ def _int8_interaction(
 
 
 def _int8_check(a: Arguments) -> None:
-    check(len(a.inputs) > 0, OP, "inputs", "hold at least 1 tensor", len(a.inputs))
+    a.require(len(a.inputs) > 0, "inputs", "hold at least 1 tensor", len(a.inputs))
     few = len(a.inputs) <= _MOST_INPUTS
-    check(few, OP, "inputs", f"hold at most {_MOST_INPUTS} tensors", len(a.inputs))
+    a.require(few, "inputs", f"hold at most {_MOST_INPUTS} tensors", len(a.inputs))
     first = a.inputs[0]
     check_tensor(OP, "inputs[0]", first, (*FLOATS, torch.int8))
-    check(first.dim() == 2, OP, "inputs[0]", "be 2-D [B, D]", f"{first.dim()}-D")
+    a.require(first.dim() == 2, "inputs[0]", "be 2-D [B, D]", f"{first.dim()}-D")
     narrow = first.shape[1] <= _MOST_DIM
-    check(narrow, OP, "inputs[0]", f"have at most {_MOST_DIM} columns", first.shape[1])
+    a.require(narrow, "inputs[0]", f"have at most {_MOST_DIM} columns", first.shape[1])
     for i, value in enumerate(a.inputs):
         check_like(OP, f"inputs[{i}]", value, first, "inputs[0]")
     check_device(OP, "scales", a.scales, first, "inputs[0]")
     is_float = a.scales.dtype == torch.float32
-    check(is_float, OP, "scales", "have dtype float32", dtype_name(a.scales.dtype))
+    a.require(is_float, "scales", "have dtype float32", dtype_name(a.scales.dtype))
     shape = [len(a.inputs)]
     check_shape(OP, "scales", a.scales, shape)
     result = _result(a.inputs, a.dtype)
     known = result in (*FLOATS, *_CODES)
     text = "be float32, bfloat16, float16, int8 or uint8"
-    check(known, OP, "dtype", text, dtype_name(result))
+    a.require(known, "dtype", text, dtype_name(result))
     fits = first.dtype == torch.int8 or result in (first.dtype, *_CODES)
     text = f"be the dtype of inputs[0] = {dtype_name(first.dtype)}, int8 or uint8"
-    check(fits, OP, "dtype", text, dtype_name(result))
+    a.require(fits, "dtype", text, dtype_name(result))
     if result in _CODES:
         check_scale(OP, "output_scale", a.output_scale)
         low = -128 if result == torch.int8 else 0
         usable = low <= a.output_zero <= low + 255
-        check(usable, OP, "output_zero", f"be in [{low}, {low + 255}]", a.output_zero)
+        a.require(usable, "output_zero", f"be in [{low}, {low + 255}]")
 
 
 def _int8_fake(a: Arguments) -> Tensor:

@@ -441,9 +441,9 @@ def _embedding(
 
 
 def _embedding_check(a: Arguments) -> None:
-    check(a.dtype in FLOATS, _OP, "dtype", "be float32, bfloat16 or float16", dtype_name(a.dtype))
-    check(a.num_embeddings > 0, _OP, "num_embeddings", "be positive", a.num_embeddings)
-    check(a.embedding_dim > 0, _OP, "embedding_dim", "be positive", a.embedding_dim)
+    a.require(a.dtype in FLOATS, "dtype", "be float32, bfloat16 or float16", dtype_name(a.dtype))
+    a.require(a.num_embeddings > 0, "num_embeddings", "be positive")
+    a.require(a.embedding_dim > 0, "embedding_dim", "be positive")
     check_packed(_OP, "packed", a.packed, a.num_embeddings, a.embedding_dim, a.dtype)
     check_device(_OP, "ids", a.ids, a.packed, "packed")
     check_tensor(_OP, "ids", a.ids, (torch.int32, torch.int64), min_dim=0)

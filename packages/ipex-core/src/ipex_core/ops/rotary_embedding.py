@@ -437,9 +437,8 @@ def _batched_check(a: Arguments) -> None:
     check_rotary_dim(_OP, "rot_dim", a.rot_dim, a.head_size)
     cache = a.cos_sin_cache
     check_kind(_OP, "cos_sin_cache", cache, a.query, "query", or_float32=True)
-    check(
+    a.require(
         cache.dim() == 2 and cache.shape[1] == a.rot_dim,
-        _OP,
         "cos_sin_cache",
         f"be 2-D with rot_dim = {a.rot_dim} columns",
         list(cache.shape),
@@ -449,10 +448,9 @@ def _batched_check(a: Arguments) -> None:
     offsets, name = a.cos_sin_cache_offsets, "cos_sin_cache_offsets"
     check_device(_OP, name, offsets, a.query, "query")
     dtype = dtype_name(offsets.dtype)
-    check(offsets.dtype in _INDEX, _OP, name, "have dtype int32, int64", dtype)
-    check(
+    a.require(offsets.dtype in _INDEX, name, "have dtype int32, int64", dtype)
+    a.require(
         offsets.numel() == a.positions.numel(),
-        _OP,
         name,
         f"have an entry for each of {a.positions.numel()} tokens",
         list(offsets.shape),
@@ -610,12 +608,12 @@ def _table_check(a: Arguments) -> None:
     check_device(a.op, "cos_sin_cache", cache, a.query, "query")
     check_dtype(a.op, "cos_sin_cache", cache, a.query, "query", or_float32=True)
     offset, size = a.rope_dim_offset, a.head_size
-    check(0 <= offset < size, a.op, "rope_dim_offset", f"be in [0, {size})", offset)
+    a.require(0 <= offset < size, "rope_dim_offset", f"be in [0, {size})", offset)
     most = min(size - offset, MAX_ROTARY_DIM)
     columns = cache.shape[1] if cache.dim() == 2 else 0
     wanted = f"be 2-D with an even number of columns between 2 and {most}"
     fits = 2 <= columns <= most and columns % 2 == 0
-    check(fits, a.op, "cos_sin_cache", wanted, list(cache.shape))
+    a.require(fits, "cos_sin_cache", wanted, list(cache.shape))
 
 
 def _table_samples(dtype: torch.dtype) -> Iterator[Sample]:

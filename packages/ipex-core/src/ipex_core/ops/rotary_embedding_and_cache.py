@@ -128,33 +128,30 @@ def _check(a: Arguments) -> None:
     shape = "[num_blocks, kv_heads, block_size, head_dim]"
     check_caches(_OP, a.key_cache, a.value_cache, a.query, "query", shape, written=True)
     heads, size = a.key.shape[-2:]
-    check(
+    a.require(
         a.key_cache.shape[1] == heads and a.key_cache.shape[3] == size,
-        _OP,
         "key_cache",
         f"have shape [num_blocks, {heads}, block_size, {size}]",
         list(a.key_cache.shape),
     )
     check_not_expanded(_OP, "query", a.query)
-    check(a.k_scale > 0, _OP, "k_scale", "be positive", f"{a.k_scale:g}")
-    check(a.v_scale > 0, _OP, "v_scale", "be positive", f"{a.v_scale:g}")
+    a.require(a.k_scale > 0, "k_scale", "be positive", f"{a.k_scale:g}")
+    a.require(a.v_scale > 0, "v_scale", "be positive", f"{a.v_scale:g}")
     check_position_ids(_OP, a.query, a.sin, a.position_ids)
     tokens = math.prod(a.query.shape[:-2])
     if a.slot_mapping is not None:
         check_index_tensor(_OP, "slot_mapping", a.slot_mapping, 1, a.query)
-        check(
+        a.require(
             a.slot_mapping.shape[0] == tokens,
-            _OP,
             "slot_mapping",
             f"have an entry for each of {tokens} tokens",
             list(a.slot_mapping.shape),
         )
         return
-    check(a.query.dim() == 4, _OP, "query", "be 4-D without slot_mapping", f"{a.query.dim()}-D")
-    check(a.position_ids is not None, _OP, "position_ids", "be given without slot_mapping", None)
-    check(
+    a.require(a.query.dim() == 4, "query", "be 4-D without slot_mapping", f"{a.query.dim()}-D")
+    a.require(a.position_ids is not None, "position_ids", "be given without slot_mapping", None)
+    a.require(
         a.key_cache.shape[0] >= a.query.shape[0],
-        _OP,
         "key_cache",
         f"have a block for each of {a.query.shape[0]} sequences without slot_mapping",
         list(a.key_cache.shape),

@@ -98,18 +98,18 @@ def _check(a: Arguments) -> None:
     check_tensor(_OP, "logits", a.logits)
     columns = a.logits.shape[-1]
     wanted = "have between 1 and 2^31 - 1 columns"
-    check(0 < columns < 2**31, _OP, "logits", wanted, list(a.logits.shape))
+    a.require(0 < columns < 2**31, "logits", wanted, list(a.logits.shape))
     check_device(_OP, "noise", a.noise, a.logits, "logits")
     dtype = dtype_name(a.noise.dtype)
-    check(a.noise.dtype == torch.float32, _OP, "noise", "have dtype float32", dtype)
+    a.require(a.noise.dtype == torch.float32, "noise", "have dtype float32", dtype)
     wanted = "have the shape of logits without its last dimension"
-    check(a.noise.shape == a.logits.shape[:-1], _OP, "noise", wanted, list(a.noise.shape))
+    a.require(a.noise.shape == a.logits.shape[:-1], "noise", wanted, list(a.noise.shape))
     # As floats of C++ are written, so that kernels say the same.
     wanted, got = "be in [1e-06, 1e+06]", f"{a.temperature:g}"
-    check(1e-6 <= a.temperature <= 1e6, _OP, "temperature", wanted, got)
-    check(a.top_k >= 0, _OP, "top_k", "be at least 0", a.top_k)
-    check(0 <= a.top_p <= 1, _OP, "top_p", "be in [0, 1]", f"{a.top_p:g}")
-    check(0 <= a.min_p <= 1, _OP, "min_p", "be in [0, 1]", f"{a.min_p:g}")
+    a.require(1e-6 <= a.temperature <= 1e6, "temperature", wanted, got)
+    a.require(a.top_k >= 0, "top_k", "be at least 0")
+    a.require(0 <= a.top_p <= 1, "top_p", "be in [0, 1]", f"{a.top_p:g}")
+    a.require(0 <= a.min_p <= 1, "min_p", "be in [0, 1]", f"{a.min_p:g}")
 
 
 def _noise(*shape: int, seed: int) -> Tensor:
@@ -250,12 +250,12 @@ def _seeded_check(a: Arguments) -> None:
     check_tensor(a.op, "logits", a.logits)
     check_device(a.op, "seeds", a.seeds, a.logits, "logits")
     dtype = dtype_name(a.seeds.dtype)
-    check(a.seeds.dtype == torch.int64, a.op, "seeds", "have dtype int64", dtype)
+    a.require(a.seeds.dtype == torch.int64, "seeds", "have dtype int64", dtype)
     wanted = "have the shape of logits without its last dimension"
-    check(a.seeds.shape == a.logits.shape[:-1], a.op, "seeds", wanted, list(a.seeds.shape))
+    a.require(a.seeds.shape == a.logits.shape[:-1], "seeds", wanted, list(a.seeds.shape))
     columns = a.logits.shape[-1]
     wanted = "have between 1 and 2^31 - 1 columns"
-    check(0 < columns < 2**31, a.op, "logits", wanted, list(a.logits.shape))
+    a.require(0 < columns < 2**31, "logits", wanted, list(a.logits.shape))
 
 
 def _seeded_samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -19,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.attention import (
     attention_reference,
     check_offset_tensor,
@@ -126,20 +126,19 @@ def _check(a: Arguments) -> None:
     for name, tensor in (("key", a.key), ("value", a.value)):
         check_kind(OP, name, tensor, a.query, "query")
     text = f"have shape [tokens, kv_heads, {size}]"
-    check(a.key.dim() == 3 and a.key.shape[2] == size, OP, "key", text, list(a.key.shape))
+    a.require(a.key.dim() == 3 and a.key.shape[2] == size, "key", text, list(a.key.shape))
     text = f"have the shape of key = {list(a.key.shape)}"
-    check(list(a.value.shape) == list(a.key.shape), OP, "value", text, list(a.value.shape))
-    check(
+    a.require(list(a.value.shape) == list(a.key.shape), "value", text, list(a.value.shape))
+    a.require(
         a.key.shape[1] > 0 and heads % a.key.shape[1] == 0,
-        OP,
         "key",
         f"have a number of heads that divides the {heads} heads of query",
         a.key.shape[1],
     )
     check_offset_tensor(OP, "seqlen_q", a.seqlen_q, a.query)
     check_offset_tensor(OP, "seqlen_k", a.seqlen_k, a.query, a.seqlen_q.shape[0])
-    check(a.pdropout == 0, OP, "pdropout", "be 0", f"{a.pdropout:g}")
-    check(not a.return_softmax, OP, "return_softmax", "be False", a.return_softmax)
+    a.require(a.pdropout == 0, "pdropout", "be 0", f"{a.pdropout:g}")
+    a.require(not a.return_softmax, "return_softmax", "be False")
     check_options(OP, a.query, a.seqlen_q.shape[0] - 1, heads, a.alibi_slopes, a.sinks, a.softcap)
 
 
@@ -360,16 +359,14 @@ def _flash_check(a: Arguments) -> None:
     heads, size = a.query.shape[1:]
     layout = "[num_blocks, kv_heads, block_size, head_size]"
     check_caches(FLASH_OP, a.key_cache, a.value_cache, a.query, "query", layout)
-    check(
+    a.require(
         a.key_cache.shape[2] > 0 and a.key_cache.shape[3] == size,
-        FLASH_OP,
         "key_cache",
         f"have shape [num_blocks, kv_heads, block_size, {size}]",
         list(a.key_cache.shape),
     )
-    check(
+    a.require(
         a.key_cache.shape[1] > 0 and heads % a.key_cache.shape[1] == 0,
-        FLASH_OP,
         "key_cache",
         f"have a number of heads that divides the {heads} heads of query",
         a.key_cache.shape[1],
@@ -381,11 +378,11 @@ def _flash_check(a: Arguments) -> None:
     sequences = a.cu_seqlens_q.shape[0] - 1
     check_index_tensor(FLASH_OP, "block_table", a.block_table, 2, a.query)
     have = a.block_table.shape[0]
-    check(have == sequences, FLASH_OP, "block_table", f"have {sequences} rows", have)
+    a.require(have == sequences, "block_table", f"have {sequences} rows", have)
     check_cache_kind(FLASH_OP, a.kv_cache_dtype, a.key_cache)
     for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
         fine = scale > 0 and math.isfinite(scale)
-        check(fine, FLASH_OP, name, "be positive and finite", f"{scale:g}")
+        a.require(fine, name, "be positive and finite", f"{scale:g}")
     check_row_scales(FLASH_OP, "key_scales", a.key_scales, a.key_cache)
     check_row_scales(FLASH_OP, "value_scales", a.value_scales, a.value_cache)
     check_options(FLASH_OP, a.query, sequences, heads, a.alibi_slopes, a.sinks, a.softcap)
