@@ -33,30 +33,16 @@ from ipex_core.ops.kv_cache import check_index_tensor
 Tensor = torch.Tensor
 
 
-def check_options(
-    op: str,
-    query: Tensor,
-    sequences: int,
-    heads: int,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-) -> None:
+def check_options(a: Arguments, sequences: int, heads: int) -> None:
     """Check the optional arguments that every attention op has."""
-    if alibi_slopes is not None:
-        check_kind(op, "alibi_slopes", alibi_slopes, query, "query", or_float32=True)
-        shapes = ([heads], [sequences, heads])
-        check(
-            list(alibi_slopes.shape) in shapes,
-            op,
-            "alibi_slopes",
-            f"have shape {shapes[0]} or {shapes[1]}",
-            list(alibi_slopes.shape),
-        )
-    if sinks is not None:
-        check_kind(op, "sinks", sinks, query, "query", or_float32=True)
-        check_shape(op, "sinks", sinks, [heads])
-    check(math.isfinite(softcap), op, "softcap", "be a finite number", f"{softcap:g}")
+    if a.alibi_slopes is not None:
+        check_kind(a.op, "alibi_slopes", a.alibi_slopes, a.query, "query", or_float32=True)
+        shapes, got = ([heads], [sequences, heads]), list(a.alibi_slopes.shape)
+        a.require(got in shapes, "alibi_slopes", f"have shape {shapes[0]} or {shapes[1]}", got)
+    if a.sinks is not None:
+        check_kind(a.op, "sinks", a.sinks, a.query, "query", or_float32=True)
+        check_shape(a.op, "sinks", a.sinks, [heads])
+    a.require(math.isfinite(a.softcap), "softcap", "be a finite number", f"{a.softcap:g}")
 
 
 def check_rows(op: str, query: Tensor, out: Tensor) -> None:
@@ -332,7 +318,7 @@ def _check(a: Arguments) -> None:
         )
         scores = (batch, heads, q_length, a.key.shape[2])
         check_broadcastable(a.op, "mask", a.mask, scores, "the scores")
-    check_options(a.op, a.query, batch, heads, a.alibi_slopes, a.sinks, a.softcap)
+    check_options(a, batch, heads)
 
 
 def _fake(a: Arguments) -> Tensor:

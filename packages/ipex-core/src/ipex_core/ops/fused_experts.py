@@ -22,7 +22,7 @@ from ipex_core.library.checks import (
     strided,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.moe import (
     check_expert_header,
     check_experts,
@@ -399,13 +399,10 @@ def _check(a: Arguments) -> None:
     a.require(
         a.w2.shape[0] == experts, "w2", f"have as many experts as w13 = {experts}", a.w2.shape[0]
     )
-    _check_routing(x, a.topk_weights, a.topk_ids)
+    _check_routing(a)
     _check_bias(x, "w13_bias", a.w13_bias, [experts, rows])
     _check_bias(x, "w2_bias", a.w2_bias, [experts, hidden])
-    _check_shared(
-        *(x, a.shared_w13, a.shared_w2, a.shared_weights, a.shared_intermediate_size),
-        *(quantized, pair),
-    )
+    _check_shared(a, quantized, pair)
     check_one_of(a.op, "lowp_mode", a.lowp_mode, ("none", "fp16", "bf16"))
     a.require(
         quantized or a.lowp_mode == "none" or not has_data(a.w13),
@@ -419,45 +416,24 @@ def _check(a: Arguments) -> None:
         "experts_start_id",
         f"be between 0 and num_experts - {experts} = {total - experts}",
     )
-    _check_ids(a.topk_ids, total)
-
-
-def _check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
-    """Check everything but the values of ids."""
-    op = "fused_experts"
-    tokens = x.shape[0]
-    check_device(op, "topk_ids", topk_ids, x, "hidden_states")
-    check_dtype_in(op, "topk_ids", topk_ids, torch.int32, torch.int64)
-    check(
-        topk_ids.dim() == 2 and topk_ids.shape[0] == tokens,
-        op,
-        "topk_ids",
-        f"be 2-D with {tokens} rows",
-        list(topk_ids.shape),
-    )
-    check_kind(op, "topk_weights", topk_weights, x, "hidden_states", or_float32=True)
-    check(
-        topk_weights.shape == topk_ids.shape,
-        op,
-        "topk_weights",
-        f"have the shape of topk_ids = {list(topk_ids.shape)}",
-        list(topk_weights.shape),
-    )
-
-
-def _check_ids(topk_ids: Tensor, total: int) -> None:
     # Only the data tell, so tensors without data (fake tensors during a trace) pass.
-    if not has_data(topk_ids):
-        return
-    ids = topk_ids.cpu().long()
-    wrong = ids[(ids < -1) | (ids >= total)]
-    check(
-        wrong.numel() == 0,
-        "fused_experts",
-        "topk_ids",
-        f"be -1 or in [0, {total})",
-        wrong[0].item() if wrong.numel() else None,
-    )
+    if has_data(a.topk_ids):
+        ids = a.topk_ids.cpu().long()
+        wrong = ids[(ids < -1) | (ids >= total)].tolist()
+        a.require(not wrong, "topk_ids", f"be -1 or in [0, {total})", *wrong[:1])
+
+
+def _check_routing(a: Arguments) -> None:
+    """Check everything but the values of ids."""
+    x, ids = a.hidden_states, a.topk_ids
+    check_device(a.op, "topk_ids", ids, x, "hidden_states")
+    check_dtype_in(a.op, "topk_ids", ids, torch.int32, torch.int64)
+    shape = list(ids.shape)
+    fits = len(shape) == 2 and shape[0] == x.shape[0]
+    a.require(fits, "topk_ids", f"be 2-D with {x.shape[0]} rows", shape)
+    check_kind(a.op, "topk_weights", a.topk_weights, x, "hidden_states", or_float32=True)
+    got = list(a.topk_weights.shape)
+    a.require(got == shape, "topk_weights", f"have the shape of topk_ids = {shape}", got)
 
 
 def _check_bias(x: Tensor, name: str, bias: Tensor | None, shape: list[int]) -> None:
@@ -477,43 +453,27 @@ def _check_weights(
         check_experts(op, name, packed, n, k, dtype, gated)
 
 
-def _check_shared(
-    x: Tensor,
-    w13: Tensor | None,
-    w2: Tensor | None,
-    weights: Tensor | None,
-    size: int,
-    quantized: bool,
-    pair: bool,
-) -> None:
-    op = "fused_experts"
-    check(
-        (w13 is None) == (w2 is None),
-        op,
-        "shared_w2",
-        "be given if and only if shared_w13 is",
-        "None" if w2 is None else "a tensor",
-    )
-    if w13 is None or w2 is None:
-        check(weights is None, op, "shared_weights", "be None without a shared expert", "a tensor")
+def _check_shared(a: Arguments, quantized: bool, pair: bool) -> None:
+    x, w13, w2, weights = a.hidden_states, a.shared_w13, a.shared_w2, a.shared_weights
+    both = (w13 is None) == (w2 is None)
+    got = "None" if w2 is None else "a tensor"
+    a.require(both, "shared_w2", "be given if and only if shared_w13 is", got)
+    if w13 is None:
+        none = weights is None
+        a.require(none, "shared_weights", "be None without a shared expert", "a tensor")
         return
-    tokens, hidden = x.shape
-    check(size > 0, op, "shared_intermediate_size", "be positive", size)
-    check_device(op, "shared_w13", w13, x, "hidden_states")
+    (tokens, hidden), size = x.shape, a.shared_intermediate_size
+    a.require(size > 0, "shared_intermediate_size", "be positive")
+    check_device(a.op, "shared_w13", w13, x, "hidden_states")
     _check_weights("shared_w13", w13, size * (1 + pair), hidden, x.dtype, pair, quantized)
-    check_device(op, "shared_w2", w2, x, "hidden_states")
+    check_device(a.op, "shared_w2", w2, x, "hidden_states")
     _check_weights("shared_w2", w2, hidden, size, x.dtype, False, quantized)
     most = max(w13.shape[0], w2.shape[0])
-    check(most == 1, op, "shared_w13", "hold one expert", most)
+    a.require(most == 1, "shared_w13", "hold one expert", most)
     if weights is not None:
-        check_kind(op, "shared_weights", weights, x, "hidden_states", or_float32=True)
-        check(
-            list(weights.shape) == [tokens],
-            op,
-            "shared_weights",
-            f"be 1-D of size {tokens}",
-            list(weights.shape),
-        )
+        check_kind(a.op, "shared_weights", weights, x, "hidden_states", or_float32=True)
+        shape = list(weights.shape)
+        a.require(shape == [tokens], "shared_weights", f"be 1-D of size {tokens}", shape)
 
 
 def _stock_args(

@@ -130,7 +130,7 @@ def _check(a: Arguments) -> None:
     check_tensor(OP, "x", a.x)
     a.require(a.x.dim() == 2, "x", "be 2-D", list(a.x.shape))
     a.require(a.out_features > 0, "out_features", "be positive")
-    check_activation(OP, a.activation, a.gate)
+    check_activation(a.op, a.activation, a.gate)
     n = weight_rows(a.out_features, a.gate)
     check_device(OP, "offsets", a.offsets, a.x)
     check_dtype_in(OP, "offsets", a.offsets, torch.int32, torch.int64)
@@ -146,7 +146,7 @@ def _check(a: Arguments) -> None:
     if a.bias is not None:
         check_kind(OP, "bias", a.bias, a.x, or_float32=True)
         check_shape(OP, "bias", a.bias, [groups, n])
-    check_operands(OP, a.x, a.out_features, None, a.mul, a.residual, a.residual2, a.gate)
+    check_operands(a, bias=False)
 
 
 def _case(

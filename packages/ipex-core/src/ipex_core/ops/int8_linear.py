@@ -259,7 +259,7 @@ _OUTSIDE = {low: functools.partial(_outside, low) for low in (-128, 0)}
 def _check(a: Arguments) -> None:
     check_tensor(_OP, "x", a.x, (*FLOATS, *_CODES))
     a.require(a.out_features > 0, "out_features", "be positive")
-    check_activation(_OP, a.activation, a.gate)
+    check_activation(a.op, a.activation, a.gate)
     n = weight_rows(a.out_features, a.gate)
     check_device(_OP, "packed_weight", a.packed_weight, a.x)
     _packed_int8.check_packed(_OP, "packed_weight", a.packed_weight, n, a.x.shape[-1])
@@ -272,7 +272,7 @@ def _check(a: Arguments) -> None:
         list(a.weight_scale.shape),
     )
     a.require(a.act_quant in ("per_token", "per_tensor"), "act_quant", "be per_token or per_tensor")
-    _check_activations(a.x, a.x_scale, a.x_zero, a.symmetric)
+    _check_activations(a)
     result = result_dtype(a.x, a.dtype)
     a.require(
         result in (*FLOATS, *_CODES),
@@ -286,53 +286,29 @@ def _check(a: Arguments) -> None:
         usable = low <= a.output_zero <= low + 255
         a.require(usable, "output_zero", f"be in [{low}, {low + 255}]")
         result = torch.float32
-    check_operands(
-        _OP,
-        a.x,
-        a.out_features,
-        a.bias,
-        a.mul,
-        a.residual,
-        a.residual2,
-        a.gate,
-        dtype=result,
-        of="the result",
-    )
+    check_operands(a, dtype=result, of="the result")
 
 
-def _check_activations(
-    x: Tensor, x_scale: Tensor | None, x_zero: Tensor | None, symmetric: bool
-) -> None:
-    is_codes = x.dtype in _CODES
+def _check_activations(a: Arguments) -> None:
+    scale, zero = a.x_scale, a.x_zero
+    is_codes = a.x.dtype in _CODES
     if is_codes:
-        expected = f"be given for x of dtype {dtype_name(x.dtype)}"
-        check(x_scale is not None, _OP, "x_scale", expected, None)
-    if x_scale is not None:
-        rows = math.prod(x.shape[:-1])
-        check_device(_OP, "x_scale", x_scale, x)
-        check_tensor(_OP, "x_scale", x_scale, (torch.float32,), min_dim=0)
+        a.require(scale is not None, "x_scale", f"be given for x of dtype {dtype_name(a.x.dtype)}")
+    if scale is not None:
+        rows = math.prod(a.x.shape[:-1])
+        check_device(a.op, "x_scale", scale, a.x)
+        check_tensor(a.op, "x_scale", scale, (torch.float32,), min_dim=0)
+        fits = scale.numel() == 1 or (is_codes and scale.numel() == rows)
         expected = f" or one for each row of x = {rows}" if is_codes else ""
-        check(
-            x_scale.numel() == 1 or (is_codes and x_scale.numel() == rows),
-            _OP,
-            "x_scale",
-            f"have one element{expected}",
-            list(x_scale.shape),
-        )
-    if x_zero is None:
+        a.require(fits, "x_scale", f"have one element{expected}", list(scale.shape))
+    if zero is None:
         return
-    check(x_scale is not None, _OP, "x_zero", "be None without x_scale", "a tensor")
-    assert x_scale is not None
-    check(is_codes or not symmetric, _OP, "x_zero", "be None for symmetric codes", "a tensor")
-    check_device(_OP, "x_zero", x_zero, x)
-    check_tensor(_OP, "x_zero", x_zero, (torch.int32,), min_dim=0)
-    check(
-        x_zero.numel() == x_scale.numel(),
-        _OP,
-        "x_zero",
-        f"have as many elements as x_scale = {x_scale.numel()}",
-        list(x_zero.shape),
-    )
+    a.require(scale is not None, "x_zero", "be None without x_scale", "a tensor")
+    a.require(is_codes or not a.symmetric, "x_zero", "be None for symmetric codes", "a tensor")
+    check_device(a.op, "x_zero", zero, a.x)
+    check_tensor(a.op, "x_zero", zero, (torch.int32,), min_dim=0)
+    expected = f"have as many elements as x_scale = {scale.numel()}"
+    a.require(zero.numel() == scale.numel(), "x_zero", expected, list(zero.shape))
 
 
 def _fake(a: Arguments) -> Tensor:

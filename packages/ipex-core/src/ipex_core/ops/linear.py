@@ -53,52 +53,34 @@ def check_activation(op: str, activation: str, gate: str = "none") -> None:
     """Check the names; the first check of a kernel, because they say how many rows the weight has."""
     check_one_of(op, "activation", activation, ACTIVATIONS)
     check_one_of(op, "gate", gate, GATES)
-    check(
-        gate == "none" or activation == "none",
-        op,
-        "activation",
-        "be none where there is a gate",
-        activation,
-    )
+    one = gate == "none" or activation == "none"
+    check(one, op, "activation", "be none where there is a gate", activation)
 
 
 def check_operands(
-    op: str,
-    x: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    mul: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-    *,
-    dtype: torch.dtype | None = None,
-    of: str = "x",
+    a: Arguments, *, bias: bool = True, dtype: torch.dtype | None = None, of: str = "x"
 ) -> None:
     """Check the tensors; the result has the shape of ``x`` with ``out_features`` last.
 
-    Their dtype is the dtype of ``x``, or ``dtype``: the dtype of the tensor that messages call ``of``.
+    Their dtype is the dtype of ``x``, or ``dtype``: the dtype of the tensor that messages call ``of``. Without ``bias``
+    the caller checks that.
     """
-    like = x if dtype is None else x.new_empty((), dtype=dtype)
-    if bias is not None:
-        n = weight_rows(out_features, gate)
-        source = "out_features" if gate == "none" else "of the interleaved weight"
-        check_device(op, "bias", bias, x)
-        check_dtype(op, "bias", bias, like, of, or_float32=True)
-        check(
-            bias.dim() == 1 and bias.shape[0] == n,
-            op,
-            "bias",
-            f"be 1-D of size {source} = {n}",
-            list(bias.shape),
-        )
-    shape = [*x.shape[:-1], out_features]
-    for name, value in (("mul", mul), ("residual", residual), ("residual2", residual2)):
+    like = a.x if dtype is None else a.x.new_empty((), dtype=dtype)
+    if bias and a.bias is not None:
+        n = weight_rows(a.out_features, a.gate)
+        source = "out_features" if a.gate == "none" else "of the interleaved weight"
+        check_device(a.op, "bias", a.bias, a.x)
+        check_dtype(a.op, "bias", a.bias, like, of, or_float32=True)
+        fits = a.bias.dim() == 1 and a.bias.shape[0] == n
+        a.require(fits, "bias", f"be 1-D of size {source} = {n}", list(a.bias.shape))
+    shape = [*a.x.shape[:-1], a.out_features]
+    for name in ("mul", "residual", "residual2"):
+        value = getattr(a, name)
         if value is None:
             continue
-        check_device(op, name, value, x)
-        check_dtype(op, name, value, like, of)
-        check_shape(op, name, value, shape)
+        check_device(a.op, name, value, a.x)
+        check_dtype(a.op, name, value, like, of)
+        check_shape(a.op, name, value, shape)
 
 
 def apply_epilogue(
@@ -190,7 +172,7 @@ def _check(a: Arguments) -> None:
     check_activation(a.op, a.activation, a.gate)
     n = weight_rows(a.out_features, a.gate)
     check_packed(a.op, "packed_weight", a.packed_weight, n, a.x.shape[-1], a.x.dtype)
-    check_operands(a.op, a.x, a.out_features, a.bias, a.mul, a.residual, a.residual2, a.gate)
+    check_operands(a)
 
 
 def _case(

@@ -20,7 +20,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.state_space import check_writable
 
 Tensor = torch.Tensor
@@ -203,112 +203,51 @@ def adapter_of_sequences(
     return adapter_of
 
 
-def _check(
-    op: str,
-    out: Tensor,
-    input: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    seq_lens: Tensor | None = None,
-    seq_starts: Tensor | None = None,
-) -> None:
-    check_tensor(op, "weights", weights)
-    check(
-        weights.dim() == 3 or (weights.dim() == 4 and weights.shape[1] == 1),
-        op,
-        "weights",
-        "have shape [adapters, outputs, inputs] or [adapters, 1, outputs, inputs]",
-        list(weights.shape),
-    )
-    check_kind(op, "input", input, weights, "weights", or_float32=True)
-    inputs = weights.shape[-1]
-    check(
-        input.dim() == 2 and input.shape[1] == inputs,
-        op,
-        "input",
-        f"have shape [rows, {inputs}]",
-        list(input.shape),
-    )
-    check_kind(op, "out", out, weights, "weights", or_float32=True)
-    rows = input.shape[0]
-    check(
-        out.dim() == 2 and out.shape[0] == rows,
-        op,
-        "out",
-        f"have shape [{rows}, outputs]",
-        list(out.shape),
-    )
-    check_writable(op, "out", out)
-    _check_integers(op, "indices", indices, weights)
-    if seq_lens is None:
-        check(indices.shape[0] == rows, op, "indices", f"have shape [{rows}]", list(indices.shape))
-        return
-    for name, value in (("seq_lens", seq_lens), ("seq_starts", seq_starts)):
-        if value is None:
-            continue
-        _check_integers(op, name, value, weights)
-        shape = list(indices.shape)
-        check_shape(op, name, value, shape)
-
-
-def _check_integers(op: str, name: str, value: Tensor, weights: Tensor) -> None:
-    check_device(op, name, value, weights, "weights")
-    check(
-        value.dtype in (torch.int32, torch.int64),
-        op,
-        name,
-        "have dtype int32 or int64",
-        dtype_name(value.dtype),
-    )
-    check(value.dim() == 1, op, name, "be 1-D", list(value.shape))
-
-
-def _check_shrink(op: str, out: Tensor, weights: Tensor) -> None:
-    outputs = weights.shape[-2]
-    check(
-        out.shape[1] >= outputs,
-        op,
-        "out",
-        f"have at least the {outputs} columns of weights",
-        list(out.shape),
-    )
-
-
-def _check_slice(op: str, out: Tensor, weights: Tensor, offset: int, size: int) -> None:
-    outputs = weights.shape[-2]
-    check(
-        0 <= size <= outputs,
-        op,
-        "slice_size",
-        f"be in [0, {outputs}], the rows of each matrix of weights",
-        size,
-    )
-    columns = out.shape[1]
-    check(
-        0 <= offset <= columns - size,
-        op,
-        "slice_offset",
-        f"be in [0, {columns - size}] for {size} of {columns} columns",
-        offset,
-    )
-
-
 def check_lora(a: Arguments) -> None:
     """Check a call of any of the six ops."""
-    given = vars(a)
-    _check(
-        a.op,
-        a.out,
-        a.input,
-        a.weights,
-        a.indices,
-        given.get("seq_lens"),
-        given.get("seq_starts"),
+    check_tensor(a.op, "weights", a.weights)
+    a.require(
+        a.weights.dim() == 3 or (a.weights.dim() == 4 and a.weights.shape[1] == 1),
+        "weights",
+        "have shape [adapters, outputs, inputs] or [adapters, 1, outputs, inputs]",
+        list(a.weights.shape),
     )
+    check_kind(a.op, "input", a.input, a.weights, "weights", or_float32=True)
+    outputs, inputs = a.weights.shape[-2:]
+    shape = list(a.input.shape)
+    fits = len(shape) == 2 and shape[1] == inputs
+    a.require(fits, "input", f"have shape [rows, {inputs}]", shape)
+    check_kind(a.op, "out", a.out, a.weights, "weights", or_float32=True)
+    rows, shape = shape[0], list(a.out.shape)
+    a.require(len(shape) == 2 and shape[0] == rows, "out", f"have shape [{rows}, outputs]", shape)
+    check_writable(a.op, "out", a.out)
+    _check_integers(a, "indices")
+    if a.op.startswith("sgmv"):
+        for name in ("seq_lens", "seq_starts"):
+            if getattr(a, name) is not None:
+                _check_integers(a, name)
+                check_shape(a.op, name, getattr(a, name), list(a.indices.shape))
+    else:
+        check_shape(a.op, "indices", a.indices, [rows])
+    columns = shape[1]
     if a.op.endswith("_shrink"):
-        _check_shrink(a.op, a.out, a.weights)
+        a.require(
+            columns >= outputs, "out", f"have at least the {outputs} columns of weights", shape
+        )
     elif a.op.endswith("_slice"):
-        _check_slice(a.op, a.out, a.weights, a.slice_offset, a.slice_size)
+        within = f"be in [0, {outputs}], the rows of each matrix of weights"
+        a.require(0 <= a.slice_size <= outputs, "slice_size", within)
+        most = columns - a.slice_size
+        within = f"be in [0, {most}] for {a.slice_size} of {columns} columns"
+        a.require(0 <= a.slice_offset <= most, "slice_offset", within)
+
+
+def _check_integers(a: Arguments, name: str) -> None:
+    value = getattr(a, name)
+    check_device(a.op, name, value, a.weights, "weights")
+    known = value.dtype in (torch.int32, torch.int64)
+    a.require(known, name, "have dtype int32 or int64", dtype_name(value.dtype))
+    a.require(value.dim() == 1, name, "be 1-D", list(value.shape))
 
 
 # --- the ops ----------------------------------------------------------------------------------------------------------

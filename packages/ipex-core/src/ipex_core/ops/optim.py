@@ -28,7 +28,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample, check
+from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample
 
 Tensor = torch.Tensor
 
@@ -86,69 +86,57 @@ def fake_step(a: Arguments) -> None:
     """Fake kernel of all steps: they write to their arguments and return nothing."""
 
 
-def check_param(op: str, param: Tensor, grad: Tensor, param2: Tensor | None) -> None:
+def check_param(a: Arguments) -> None:
     """Check the form of a parameter."""
-    check(
-        param.dtype in (torch.float32, torch.bfloat16),
-        op,
-        "param",
-        "have dtype float32 or bfloat16",
-        dtype_name(param.dtype),
-    )
-    check_not_expanded(op, "param", param)
-    check_tensor(op, "grad", grad, min_dim=0)
-    if param.dtype == torch.bfloat16:
-        check(param2 is not None, op, "param2", "have the lower bits of a bfloat16 param", param2)
-        assert param2 is not None
-        _check_dtype(op, "param2", param2, torch.bfloat16)
-        _check_dtype(op, "grad", grad, torch.bfloat16)
+    param, param2, bf16 = a.param, a.param2, torch.bfloat16
+    known = param.dtype in (torch.float32, bf16)
+    a.require(known, "param", "have dtype float32 or bfloat16", dtype_name(param.dtype))
+    check_not_expanded(a.op, "param", param)
+    check_tensor(a.op, "grad", a.grad, min_dim=0)
+    if param.dtype == bf16:
+        a.require(param2 is not None, "param2", "have the lower bits of a bfloat16 param")
+        check_dtype_in(a.op, "param2", param2, bf16)
+        check_dtype_in(a.op, "grad", a.grad, bf16)
     elif param2 is not None:
-        _check_dtype(op, "param2", param2, grad.dtype)
+        check_dtype_in(a.op, "param2", param2, a.grad.dtype)
     else:
-        _check_dtype(op, "grad", grad, torch.float32)
-    _check_shape(op, "grad", grad, param)
-    check_device(op, "grad", grad, param, of="param")
+        check_dtype_in(a.op, "grad", a.grad, torch.float32)
+    _check_shape(a, "grad")
+    check_device(a.op, "grad", a.grad, param, of="param")
     if param2 is not None:
-        _check_shape(op, "param2", param2, param)
-        check_not_expanded(op, "param2", param2)
-        check_device(op, "param2", param2, param, of="param")
+        _check_shape(a, "param2")
+        check_not_expanded(a.op, "param2", param2)
+        check_device(a.op, "param2", param2, param, of="param")
 
 
-def check_states(op: str, param: Tensor, **states: Tensor | None) -> None:
-    """Check the float32 tensors that an optimizer keeps for a parameter."""
-    for name, state in states.items():
+def check_states(a: Arguments, *names: str) -> None:
+    """Check the float32 tensors that an optimizer keeps for a parameter; one may be None."""
+    for name in names:
+        state = getattr(a, name)
         if state is None:
             continue
-        _check_dtype(op, name, state, torch.float32)
-        _check_shape(op, name, state, param)
-        check_not_expanded(op, name, state)
-        check_device(op, name, state, param, of="param")
+        check_dtype_in(a.op, name, state, torch.float32)
+        _check_shape(a, name)
+        check_not_expanded(a.op, name, state)
+        check_device(a.op, name, state, a.param, of="param")
 
 
-def check_step(op: str, step: float) -> None:
+def check_step(a: Arguments) -> None:
     """Check the number of a step; the first is 1."""
-    check(step >= 1, op, "step", "be at least 1", f"{step:g}")
+    a.require(a.step >= 1, "step", "be at least 1", f"{a.step:g}")
 
 
-def check_numbers(op: str, eps: float, **shares: float) -> None:
+def check_numbers(a: Arguments, *shares: str) -> None:
     """Check shares of former means, such as ``beta1``, and what is added to a root."""
-    for name, share in shares.items():
-        check(0 <= share < 1, op, name, "be from 0 to below 1", f"{share:g}")
-    check(eps >= 0, op, "eps", "not be negative", f"{eps:g}")
+    for name in shares:
+        share = getattr(a, name)
+        a.require(0 <= share < 1, name, "be from 0 to below 1", f"{share:g}")
+    a.require(a.eps >= 0, "eps", "not be negative", f"{a.eps:g}")
 
 
-def _check_dtype(op: str, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    check_dtype_in(op, name, value, dtype)
-
-
-def _check_shape(op: str, name: str, value: Tensor, param: Tensor) -> None:
-    check(
-        value.shape == param.shape,
-        op,
-        name,
-        f"have the shape of param = {list(param.shape)}",
-        list(value.shape),
-    )
+def _check_shape(a: Arguments, name: str) -> None:
+    shape, wanted = list(getattr(a, name).shape), list(a.param.shape)
+    a.require(shape == wanted, name, f"have the shape of param = {wanted}", shape)
 
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (33,), (5, 16), (3, 50, 2), (300, 129), (0,))

@@ -75,8 +75,8 @@ def _sgd_fused_step(
 
 
 def _sgd_check(a: Arguments) -> None:
-    check_param(a.op, a.param, a.grad, a.param2)
-    check_states(a.op, a.param, momentum_buffer=a.momentum_buffer)
+    check_param(a)
+    check_states(a, "momentum_buffer")
 
 
 def _sgd_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -203,10 +203,10 @@ def _adagrad_fused_step(
 
 
 def _adagrad_check(a: Arguments) -> None:
-    check_step(a.op, a.step)
-    check_numbers(a.op, a.eps)
-    check_param(a.op, a.param, a.grad, a.param2)
-    check_states(a.op, a.param, state_sum=a.state_sum)
+    check_step(a)
+    check_numbers(a)
+    check_param(a)
+    check_states(a, "state_sum")
 
 
 def _adagrad_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -318,14 +318,14 @@ def _divisor(value: float, dtype: torch.dtype) -> Tensor:
 
 
 def _adam_check(a: Arguments) -> None:
-    check_step(a.op, a.step)
-    check_numbers(a.op, a.eps, beta1=a.beta1, beta2=a.beta2)
+    check_step(a)
+    check_numbers(a, "beta1", "beta2")
     given = not a.amsgrad or a.max_exp_avg_sq is not None
     a.require(given, "max_exp_avg_sq", "be given with amsgrad", None)
-    check_param(a.op, a.param, a.grad, a.param2)
-    check_states(a.op, a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq)
+    check_param(a)
+    check_states(a, "exp_avg", "exp_avg_sq")
     if a.amsgrad:
-        check_states(a.op, a.param, max_exp_avg_sq=a.max_exp_avg_sq)
+        check_states(a, "max_exp_avg_sq")
 
 
 def _adam_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -477,10 +477,10 @@ def _lamb_fused_step(
 
 
 def _lamb_check(a: Arguments) -> None:
-    check_step(a.op, a.step)
-    check_numbers(a.op, a.eps, beta1=a.beta1, beta2=a.beta2)
-    check_param(a.op, a.param, a.grad, a.param2)
-    check_states(a.op, a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq)
+    check_step(a)
+    check_numbers(a, "beta1", "beta2")
+    check_param(a)
+    check_states(a, "exp_avg", "exp_avg_sq")
 
 
 def _lamb_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -578,9 +578,9 @@ def _lars_fused_step(
 
 
 def _lars_check(a: Arguments) -> None:
-    check_numbers(a.op, a.eps)
-    check_param(a.op, a.param, a.grad, a.param2)
-    check_states(a.op, a.param, momentum_buffer=a.momentum_buffer)
+    check_numbers(a)
+    check_param(a)
+    check_states(a, "momentum_buffer")
 
 
 def _lars_samples(dtype: torch.dtype) -> Iterator[Sample]:

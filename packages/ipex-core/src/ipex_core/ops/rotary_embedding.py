@@ -98,65 +98,48 @@ def check_rotary_dim(op: str, name: str, rotary_dim: int, head_dim: int) -> None
     )
 
 
-def check_heads(op: str, query: Tensor, key: Tensor) -> None:
+def check_heads(a: Arguments) -> None:
     """Check query and key: 3-D or 4-D, alike but for the number of heads."""
-    check_tensor(op, "query", query)
-    check(
-        query.dim() in (3, 4),
-        op,
-        "query",
-        "be 3-D [tokens, heads, head_dim] or 4-D [batch, positions, heads, head_dim]",
-        f"{query.dim()}-D",
-    )
-    check_kind(op, "key", key, query, "query")
-    check(
+    query, key = a.query, a.key
+    check_tensor(a.op, "query", query)
+    text = "be 3-D [tokens, heads, head_dim] or 4-D [batch, positions, heads, head_dim]"
+    a.require(query.dim() in (3, 4), "query", text, f"{query.dim()}-D")
+    check_kind(a.op, "key", key, query, "query")
+    a.require(
         key.dim() == query.dim()
         and key.shape[:-2] == query.shape[:-2]
         and key.shape[-1] == query.shape[-1],
-        op,
         "key",
         f"have the shape of query but for the number of heads = {list(query.shape)}",
         list(key.shape),
     )
 
 
-def check_tables(op: str, sin: Tensor, cos: Tensor, query: Tensor, rotary_dim: int) -> None:
+def check_tables(a: Arguments) -> None:
     """Check the tables of sines and cosines."""
-    check_kind(op, "sin", sin, query, "query", or_float32=True)
-    check(
-        sin.dim() >= 2 and sin.shape[-1] in (rotary_dim, rotary_dim // 2),
-        op,
-        "sin",
-        f"have at least 2 dimensions, the last of size {rotary_dim} or {rotary_dim // 2}",
-        list(sin.shape),
-    )
-    check_like(op, "cos", cos, sin, "sin")
+    check_kind(a.op, "sin", a.sin, a.query, "query", or_float32=True)
+    whole, half = a.rotary_dim, a.rotary_dim // 2
+    fits = a.sin.dim() >= 2 and a.sin.shape[-1] in (whole, half)
+    text = f"have at least 2 dimensions, the last of size {whole} or {half}"
+    a.require(fits, "sin", text, list(a.sin.shape))
+    check_like(a.op, "cos", a.cos, a.sin, "sin")
 
 
-def check_position_ids(op: str, query: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
+def check_position_ids(a: Arguments) -> None:
     """Check that there is a row of the tables for each token."""
-    lead = query.shape[:-2]
+    lead, ids = a.query.shape[:-2], a.position_ids
     # torch.Size.numel() would turn symbolic sizes into numbers.
     tokens, positions = math.prod(lead), lead[-1]
-    if position_ids is None:
-        rows = math.prod(sin.shape[:-1])
-        check(
-            rows == tokens or rows >= positions,
-            op,
-            "sin",
-            f"have a row for each of {tokens} tokens or {positions} positions",
-            f"{rows} rows",
-        )
+    each = f"for each of {tokens} tokens or {positions} positions"
+    if ids is None:
+        rows = math.prod(a.sin.shape[:-1])
+        enough = rows == tokens or rows >= positions
+        a.require(enough, "sin", f"have a row {each}", f"{rows} rows")
         return
-    check_device(op, "position_ids", position_ids, query, "query")
-    check_dtype_in(op, "position_ids", position_ids, *_INDEX)
-    check(
-        position_ids.numel() in (tokens, positions),
-        op,
-        "position_ids",
-        f"have an entry for each of {tokens} tokens or {positions} positions",
-        list(position_ids.shape),
-    )
+    check_device(a.op, "position_ids", ids, a.query, "query")
+    check_dtype_in(a.op, "position_ids", ids, *_INDEX)
+    fits = ids.numel() in (tokens, positions)
+    a.require(fits, "position_ids", f"have an entry {each}", list(ids.shape))
 
 
 # --- queries and keys -------------------------------------------------------------------------------------------------
@@ -231,10 +214,10 @@ def _functional(
 
 
 def _check_functional(a: Arguments) -> None:
-    check_heads(a.op, a.query, a.key)
+    check_heads(a)
     check_rotary_dim(a.op, "rotary_dim", a.rotary_dim, a.query.shape[-1])
-    check_tables(a.op, a.sin, a.cos, a.query, a.rotary_dim)
-    check_position_ids(a.op, a.query, a.sin, a.position_ids)
+    check_tables(a)
+    check_position_ids(a)
 
 
 def _plain_check(a: Arguments) -> None:

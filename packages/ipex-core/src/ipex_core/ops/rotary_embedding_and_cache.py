@@ -121,10 +121,10 @@ def cache_places(
 
 
 def _check(a: Arguments) -> None:
-    check_heads(_OP, a.query, a.key)
+    check_heads(a)
     check_like(_OP, "value", a.value, a.key, "key")
     check_rotary_dim(_OP, "rotary_dim", a.rotary_dim, a.query.shape[-1])
-    check_tables(_OP, a.sin, a.cos, a.query, a.rotary_dim)
+    check_tables(a)
     shape = "[num_blocks, kv_heads, block_size, head_dim]"
     check_caches(_OP, a.key_cache, a.value_cache, a.query, "query", shape, written=True)
     heads, size = a.key.shape[-2:]
@@ -137,7 +137,7 @@ def _check(a: Arguments) -> None:
     check_not_expanded(_OP, "query", a.query)
     a.require(a.k_scale > 0, "k_scale", "be positive", f"{a.k_scale:g}")
     a.require(a.v_scale > 0, "v_scale", "be positive", f"{a.v_scale:g}")
-    check_position_ids(_OP, a.query, a.sin, a.position_ids)
+    check_position_ids(a)
     tokens = math.prod(a.query.shape[:-2])
     if a.slot_mapping is not None:
         check_index_tensor(_OP, "slot_mapping", a.slot_mapping, 1, a.query)

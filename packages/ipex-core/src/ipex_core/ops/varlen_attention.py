@@ -139,7 +139,7 @@ def _check(a: Arguments) -> None:
     check_offset_tensor(OP, "seqlen_k", a.seqlen_k, a.query, a.seqlen_q.shape[0])
     a.require(a.pdropout == 0, "pdropout", "be 0", f"{a.pdropout:g}")
     a.require(not a.return_softmax, "return_softmax", "be False")
-    check_options(OP, a.query, a.seqlen_q.shape[0] - 1, heads, a.alibi_slopes, a.sinks, a.softcap)
+    check_options(a, a.seqlen_q.shape[0] - 1, heads)
 
 
 def _fake(a: Arguments) -> None:
@@ -385,7 +385,7 @@ def _flash_check(a: Arguments) -> None:
         a.require(fine, name, "be positive and finite", f"{scale:g}")
     check_row_scales(FLASH_OP, "key_scales", a.key_scales, a.key_cache)
     check_row_scales(FLASH_OP, "value_scales", a.value_scales, a.value_cache)
-    check_options(FLASH_OP, a.query, sequences, heads, a.alibi_slopes, a.sinks, a.softcap)
+    check_options(a, sequences, heads)
 
 
 def _flash_make(

@@ -174,7 +174,7 @@ def _check(a: Arguments) -> None:
         "have groups of at most 65536 features for lowp_mode int8",
         "" if layout is None else layout.group,
     )
-    check_operands(a.op, a.x, a.out_features, a.bias, a.mul, a.residual, a.residual2, a.gate)
+    check_operands(a)
 
 
 #: id, rows, N, K, arguments of `woq_weight` behind the format
