@@ -45,21 +45,16 @@ def check_options(a: Arguments, sequences: int, heads: int) -> None:
     a.require(math.isfinite(a.softcap), "softcap", "be a finite number", f"{a.softcap:g}")
 
 
-def check_rows(op: str, query: Tensor, out: Tensor) -> None:
+def check_rows(a: Arguments) -> None:
     """Check the packed queries ``[tokens, heads, head_size]`` and the output like them."""
-    check_tensor(op, "query", query)
+    check_tensor(a.op, "query", a.query)
     text = "be 3-D [tokens, heads, head_size]"
-    check(query.dim() == 3, op, "query", text, f"{query.dim()}-D")
-    check_like(op, "out", out, query, "query")
-    check_not_expanded(op, "out", out)
-    stride = out.stride(2)
-    check(
-        stride == 1 or out.shape[2] <= 1,
-        op,
-        "out",
-        "have a contiguous last dimension",
-        f"stride {stride}",
-    )
+    a.require(a.query.dim() == 3, "query", text, f"{a.query.dim()}-D")
+    check_like(a.op, "out", a.out, a.query, "query")
+    check_not_expanded(a.op, "out", a.out)
+    stride = a.out.stride(2)
+    dense = stride == 1 or a.out.shape[2] <= 1
+    a.require(dense, "out", "have a contiguous last dimension", f"stride {stride}")
 
 
 def check_offset_tensor(

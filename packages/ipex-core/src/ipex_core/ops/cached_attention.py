@@ -143,7 +143,7 @@ def _check(a: Arguments) -> None:
     fine = stride == 1 or size <= 1
     a.require(fine, "output", "have a contiguous last dimension", f"stride {stride}")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
-    check_caches(OP, a.key_cache, a.value_cache, a.query, "query", shape)
+    check_caches(a, "query", shape)
     a.require(
         a.key_cache.shape[2] == a.block_size and a.key_cache.shape[3] == size,
         "key_cache",
@@ -412,7 +412,7 @@ def _indirect_check(a: Arguments) -> None:
     )
     check_like(INDIRECT_OP, "value", a.value, a.key, "key")
     shape = "[max_positions, sequences, kv_heads, head_size]"
-    check_caches(INDIRECT_OP, a.key_cache, a.value_cache, a.query, "query", shape, written=True)
+    check_caches(a, "query", shape, written=True)
     kv_heads = a.key.shape[2]
     a.require(
         list(a.key_cache.shape[1:]) == [sequences, kv_heads, size],

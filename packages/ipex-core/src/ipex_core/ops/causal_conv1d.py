@@ -20,7 +20,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.state_space import (
     check_activation,
     check_shaped,
@@ -79,22 +79,18 @@ def _causal_conv1d_fn(
     return _convolve(whole, weight, bias, activation), whole[..., x.shape[2] :].clone()
 
 
-def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_kind(op, "weight", weight, x, or_float32=True)
-    check(
-        weight.dim() == 2 and weight.shape[0] == x.shape[1] and 1 <= weight.shape[1] <= MAX_TAPS,
-        op,
-        "weight",
-        f"have shape [{x.shape[1]}, W] with W from 1 to {MAX_TAPS}",
-        list(weight.shape),
-    )
-    check_shaped(op, "bias", bias, [x.shape[1]], x, "x", or_float32=True)
+def _check_filter(a: Arguments) -> None:
+    check_kind(a.op, "weight", a.weight, a.x, or_float32=True)
+    channels, shape = a.x.shape[1], list(a.weight.shape)
+    fits = len(shape) == 2 and shape[0] == channels and 1 <= shape[1] <= MAX_TAPS
+    a.require(fits, "weight", f"have shape [{channels}, W] with W from 1 to {MAX_TAPS}", shape)
+    check_shaped(a.op, "bias", a.bias, [channels], a.x, "x", or_float32=True)
 
 
 def _fn_check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     a.require(a.x.dim() == 3, "x", "be 3-D [B, D, L]", f"{a.x.dim()}-D")
-    _check_filter(a.op, a.x, a.weight, a.bias)
+    _check_filter(a)
     shape = [a.x.shape[0], a.x.shape[1], a.weight.shape[1] - 1]
     check_shaped(a.op, "initial_states", a.initial_states, shape, a.x, "x")
     check_activation(a.op, a.activation)
@@ -169,7 +165,7 @@ def _check_lengths(cache_seqlens: Tensor) -> None:
 def _update_check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     a.require(a.x.dim() in (2, 3), "x", "be 2-D [B, D] or 3-D [B, D, T]", f"{a.x.dim()}-D")
-    _check_filter(a.op, a.x, a.weight, a.bias)
+    _check_filter(a)
     check_kind(a.op, "conv_state", a.conv_state, a.x)
     batch, dim = a.x.shape[:2]
     least = max(1, a.weight.shape[1] - 1)

@@ -126,7 +126,7 @@ def _check(a: Arguments) -> None:
     batch, heads, queries, size = a.query.shape
     check_head_size(OP, size)
     check_score_scale(OP, "scale", a.scale)
-    check_caches(OP, a.key_cache, a.value_cache, a.query, "query", "[B, kv_heads, S, D]")
+    check_caches(a, "query", "[B, kv_heads, S, D]")
     a.require(
         a.key_cache.shape[0] == batch and a.key_cache.shape[3] == size,
         "key_cache",

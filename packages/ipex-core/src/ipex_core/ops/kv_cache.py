@@ -18,6 +18,7 @@ import torch
 from ipex_core.library.checks import (
     acc,
     check_device,
+    check_dtype,
     check_dtype_in,
     check_like,
     check_not_expanded,
@@ -55,60 +56,30 @@ def check_index_tensor(op: str, name: str, value: Tensor, dim: int, query: Tenso
     check(value.dim() == dim, op, name, f"be {dim}-D", f"{value.dim()}-D")
 
 
-def check_caches(
-    op: str,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    x: Tensor,
-    of: str,
-    shape: str,
-    written: bool = False,
-) -> None:
+def check_caches(a: Arguments, of: str, shape: str, written: bool = False) -> None:
     """Check a pair of caches: device, dtype, 4-D, consecutive elements, equal shapes and dtypes.
 
     Args:
-        op: Name of the op.
-        key_cache: Cache of the keys.
-        value_cache: Cache of the values.
-        x: The tensor whose device and dtype count, which messages call ``of``.
-        of: Name of ``x``.
+        a: The call.
+        of: Name of the argument whose device and dtype count.
         shape: The wanted shape in words, ``"[num_blocks, ...]"``.
         written: Whether the op writes to them, so that no two elements may share memory.
     """
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        check_device(op, name, cache, x, of)
-        check(
-            cache.dtype == x.dtype or cache.dtype in QUANTIZED,
-            op,
-            name,
-            f"have the dtype of {of} = {dtype_name(x.dtype)}, int8, float8_e5m2 or float8_e4m3fn",
-            dtype_name(cache.dtype),
-        )
-        check(cache.dim() == 4, op, name, f"be 4-D {shape}", f"{cache.dim()}-D")
+    x, keys, values = getattr(a, of), a.key_cache, a.value_cache
+    kinds = f"{dtype_name(x.dtype)}, int8, float8_e5m2 or float8_e4m3fn"
+    for name, cache in (("key_cache", keys), ("value_cache", values)):
+        check_device(a.op, name, cache, x, of)
+        known = cache.dtype == x.dtype or cache.dtype in QUANTIZED
+        a.require(known, name, f"have the dtype of {of} = {kinds}", dtype_name(cache.dtype))
+        a.require(cache.dim() == 4, name, f"be 4-D {shape}", f"{cache.dim()}-D")
         stride = cache.stride(3)
-        check(
-            stride == 1 or cache.shape[3] <= 1,
-            op,
-            name,
-            "have a contiguous last dimension",
-            f"stride {stride}",
-        )
+        dense = stride == 1 or cache.shape[3] <= 1
+        a.require(dense, name, "have a contiguous last dimension", f"stride {stride}")
         if written:
-            check_not_expanded(op, name, cache)
-    check(
-        value_cache.shape == key_cache.shape,
-        op,
-        "value_cache",
-        f"have the shape of key_cache = {list(key_cache.shape)}",
-        list(value_cache.shape),
-    )
-    check(
-        value_cache.dtype == key_cache.dtype,
-        op,
-        "value_cache",
-        f"have the dtype of key_cache = {dtype_name(key_cache.dtype)}",
-        dtype_name(value_cache.dtype),
-    )
+            check_not_expanded(a.op, name, cache)
+    text = f"have the shape of key_cache = {list(keys.shape)}"
+    a.require(values.shape == keys.shape, "value_cache", text, list(values.shape))
+    check_dtype(a.op, "value_cache", values, keys, "key_cache")
 
 
 def check_cache_kind(op: str, kind: str, key_cache: Tensor) -> None:
@@ -336,7 +307,7 @@ def _check(a: Arguments) -> None:
     a.require(a.key.dim() == 3, "key", "be 3-D [tokens, kv_heads, head_size]", f"{a.key.dim()}-D")
     check_like(a.op, "value", a.value, a.key, "key")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
-    check_caches(a.op, a.key_cache, a.value_cache, a.key, "key", shape, written=True)
+    check_caches(a, "key", shape, written=True)
     a.require(
         a.key_cache.shape[1] == a.key.shape[1] and a.key_cache.shape[3] == a.key.shape[2],
         "key_cache",

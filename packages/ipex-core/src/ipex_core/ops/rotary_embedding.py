@@ -409,7 +409,7 @@ def _check_positions(a: Arguments) -> None:
             continue
         check_device(a.op, name, x, a.positions, "positions")
         check_tensor(a.op, name, x)
-        _check_shape(a.op, name, x, a.positions, a.head_size)
+        _check_shape(a, name, x)
         check_not_expanded(a.op, name, x)
     if a.key is not None:
         check_dtype(a.op, "key", a.key, a.query, "query")
@@ -440,19 +440,15 @@ def _batched_check(a: Arguments) -> None:
     )
 
 
-def _check_shape(op: str, name: str, x: Tensor, positions: Tensor, head_size: int) -> None:
-    lead = positions.dim()
-    tail = list(x.shape[lead:])
-    check(
-        x.shape[:lead] == positions.shape
-        and (
-            (len(tail) == 1 and tail[0] % head_size == 0)
-            or (len(tail) == 2 and tail[1] == head_size)
-        ),
-        op,
+def _check_shape(a: Arguments, name: str, x: Tensor) -> None:
+    places, size = list(a.positions.shape), a.head_size
+    lead, tail = list(x.shape[: len(places)]), list(x.shape[len(places) :])
+    heads = (len(tail) == 1 and tail[0] % size == 0) or (len(tail) == 2 and tail[1] == size)
+    a.require(
+        lead == places and heads,
         name,
-        f"have shape {list(positions.shape)} + [heads * head_size] or + [heads, head_size]"
-        f" with head_size = {head_size}",
+        f"have shape {places} + [heads * head_size] or + [heads, head_size]"
+        f" with head_size = {size}",
         list(x.shape),
     )
 

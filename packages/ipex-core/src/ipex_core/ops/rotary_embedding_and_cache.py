@@ -126,7 +126,7 @@ def _check(a: Arguments) -> None:
     check_rotary_dim(_OP, "rotary_dim", a.rotary_dim, a.query.shape[-1])
     check_tables(a)
     shape = "[num_blocks, kv_heads, block_size, head_dim]"
-    check_caches(_OP, a.key_cache, a.value_cache, a.query, "query", shape, written=True)
+    check_caches(a, "query", shape, written=True)
     heads, size = a.key.shape[-2:]
     a.require(
         a.key_cache.shape[1] == heads and a.key_cache.shape[3] == size,

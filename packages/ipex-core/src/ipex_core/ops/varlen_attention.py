@@ -120,7 +120,7 @@ def _varlen_attention(
 
 
 def _check(a: Arguments) -> None:
-    check_rows(OP, a.query, a.out)
+    check_rows(a)
     check_score_scale(OP, "softmax_scale", a.softmax_scale)
     heads, size = a.query.shape[1:]
     for name, tensor in (("key", a.key), ("value", a.value)):
@@ -354,11 +354,11 @@ def _flash_attn_varlen_func(
 
 
 def _flash_check(a: Arguments) -> None:
-    check_rows(FLASH_OP, a.query, a.out)
+    check_rows(a)
     check_score_scale(FLASH_OP, "softmax_scale", a.softmax_scale)
     heads, size = a.query.shape[1:]
     layout = "[num_blocks, kv_heads, block_size, head_size]"
-    check_caches(FLASH_OP, a.key_cache, a.value_cache, a.query, "query", layout)
+    check_caches(a, "query", layout)
     a.require(
         a.key_cache.shape[2] > 0 and a.key_cache.shape[3] == size,
         "key_cache",

@@ -155,29 +155,20 @@ def _case(name: str, args: tuple[str, int, bool, torch.dtype], m: int, n: int) -
 _SCALE_NAMES = "float32, bfloat16, float16, float8_e8m0fnu or uint8"
 
 
-def check_group_size(op: str, group_size: int, in_features: int) -> int:
+def check_group_size(a: Arguments) -> int:
     """Check a group size and return the number of elements that share a scale."""
-    check(
-        group_size in (-1, in_features) or (16 <= group_size <= 256 and group_size % 8 == 0),
-        op,
-        "group_size",
-        f"be -1, in_features = {in_features} or a multiple of 8 from 16 to 256",
-        group_size,
-    )
-    return in_features if group_size == -1 else min(group_size, in_features)
+    size, k = a.group_size, a.in_features
+    fits = size in (-1, k) or (16 <= size <= 256 and size % 8 == 0)
+    a.require(fits, "group_size", f"be -1, in_features = {k} or a multiple of 8 from 16 to 256")
+    return k if size == -1 else min(size, k)
 
 
-def check_names(op: str, format: str, order: str) -> None:
+def check_names(a: Arguments) -> None:
     """Check the names of a format and an order."""
-    check_one_of(op, "format", format, woq.FORMATS)
-    check_one_of(op, "order", order, woq.ORDERS)
-    check(
-        order == "dot" or not format.startswith("fp8"),
-        op,
-        "order",
-        f"be dot for format {format}",
-        order,
-    )
+    check_one_of(a.op, "format", a.format, woq.FORMATS)
+    check_one_of(a.op, "order", a.order, woq.ORDERS)
+    fits = a.order == "dot" or not a.format.startswith("fp8")
+    a.require(fits, "order", f"be dot for format {a.format}")
 
 
 def _pack(
@@ -236,9 +227,9 @@ def _check_g_idx_values(op: str, g_idx: Tensor | None, layout: Layout) -> None:
 
 
 def _pack_check(a: Arguments) -> None:
-    check_names(a.op, a.format, a.order)
+    check_names(a)
     a.require(a.in_features > 0, "in_features", "be positive")
-    group = check_group_size(a.op, a.group_size, a.in_features)
+    group = check_group_size(a)
     dtype = woq.QWEIGHT_DTYPES[a.format]
     check_dtype_in(a.op, "qweight", a.qweight, dtype)
     columns = -(-a.in_features // 2) if woq.is_nibble(a.format) else a.in_features
@@ -268,24 +259,20 @@ def _pack_check(a: Arguments) -> None:
         list(a.scales.shape),
     )
     if a.zeros is not None:
-        _check_zeros(a.zeros, a.format, a.order, [n, groups])
+        _check_zeros(a, [n, groups])
     if a.g_idx is not None:
         check_dtype_in(a.op, "g_idx", a.g_idx, torch.int32)
         check_shape(a.op, "g_idx", a.g_idx, [a.in_features])
 
 
-def _check_zeros(zeros: Tensor, format: str, order: str, shape: list[int]) -> None:
-    op = "pack_woq_weight"
-    check(format in ("int8", "int4"), op, "zeros", f"be None for format {format}", "a tensor")
-    kinds = "int8" if order == "vnni" else "int8 or float32"
-    check(
-        zeros.dtype == torch.int8 or (order == "dot" and zeros.dtype == torch.float32),
-        op,
-        "zeros",
-        f"have dtype {kinds}",
-        dtype_name(zeros.dtype),
-    )
-    check_shape(op, "zeros", zeros, shape)
+def _check_zeros(a: Arguments, shape: list[int]) -> None:
+    known = a.format in ("int8", "int4")
+    a.require(known, "zeros", f"be None for format {a.format}", "a tensor")
+    kinds = "int8" if a.order == "vnni" else "int8 or float32"
+    dtype = a.zeros.dtype
+    fits = dtype == torch.int8 or (a.order == "dot" and dtype == torch.float32)
+    a.require(fits, "zeros", f"have dtype {kinds}", dtype_name(dtype))
+    check_shape(a.op, "zeros", a.zeros, shape)
 
 
 def _pack_fake(a: Arguments) -> Tensor:
@@ -412,10 +399,10 @@ def _layout(
 
 
 def _unpack_check(a: Arguments) -> None:
-    check_names(a.op, a.format, a.order)
+    check_names(a)
     a.require(a.out_features > 0, "out_features", "be positive")
     a.require(a.in_features > 0, "in_features", "be positive")
-    check_group_size(a.op, a.group_size, a.in_features)
+    check_group_size(a)
     a.require(
         a.scale_dtype in (torch.uint8, *woq.SCALE_DTYPES),
         "scale_dtype",
