@@ -286,30 +286,29 @@ def _all_gather(
     return result
 
 
-def _check_group(
-    op: str, x: Tensor, memory: Tensor | None, rank: int, timeout: float, group: str
-) -> None:
+def _check_group(a: Arguments) -> None:
+    memory = a.memory
     if memory is None:
-        check(bool(group), op, "memory", "be given where group is empty", None)
+        a.require(bool(a.group), "memory", "be given where group is empty")
     else:
-        check_device(op, "memory", memory, x)
-        check_dtype_in(op, "memory", memory, torch.uint8)
+        check_device(a.op, "memory", memory, a.x)
+        check_dtype_in(a.op, "memory", memory, torch.uint8)
         flat = memory.dim() == 1 and memory.is_contiguous()
         rest = "" if memory.is_contiguous() else " that is not contiguous"
-        check(flat, op, "memory", "be 1-D and contiguous", f"{list(memory.shape)}{rest}")
-    check(rank >= 0, op, "rank", "be >= 0", rank)
-    check(timeout > 0, op, "timeout", "be positive", f"{timeout:g}")
+        a.require(flat, "memory", "be 1-D and contiguous", f"{list(memory.shape)}{rest}")
+    a.require(a.rank >= 0, "rank", "be >= 0")
+    a.require(a.timeout > 0, "timeout", "be positive", f"{a.timeout:g}")
 
 
 def _check_reduce(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x, min_dim=0)
     check_not_expanded(a.op, "x", a.x)
-    _check_group(a.op, a.x, a.memory, a.rank, a.timeout, a.group)
+    _check_group(a)
 
 
 def _check_gather(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
-    _check_group(a.op, a.x, a.memory, a.rank, a.timeout, a.group)
+    _check_group(a)
     fine = a.rank < len(a.sizes) and all(0 <= size <= _MOST for size in a.sizes)
     a.require(fine, "sizes", "have an entry in [0, 2^31) for each rank", list(a.sizes))
     columns = a.sizes[a.rank]

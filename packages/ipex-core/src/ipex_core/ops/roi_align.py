@@ -19,7 +19,7 @@ from ipex_core.library.checks import (
     randn,
 )
 from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.conv import channels_last
 
 Tensor = torch.Tensor
@@ -199,43 +199,32 @@ def _backward(grads: tuple[Tensor], *args: Any) -> tuple[Tensor | None, ...]:
     return (gradient, *[None] * (len(args) - 1))
 
 
-def _check_boxes(
-    op: str, rois: Tensor, x: Tensor, of: str, scale: float, pooled: Sequence[int], ratio: int
-) -> None:
-    check_kind(op, "rois", rois, x, of, or_float32=True)
+def _check_boxes(a: Arguments, of: str) -> None:
+    rois, scale = a.rois, a.spatial_scale
+    check_kind(a.op, "rois", rois, getattr(a, of), of, or_float32=True)
     fine = rois.dim() == 2 and rois.shape[1] == 5
-    check(fine, op, "rois", "have shape [K, 5]", list(rois.shape))
-    check(0 < scale < 1e30, op, "spatial_scale", "be positive and below 1e+30", f"{scale:g}")
-    check(ratio <= MOST_SAMPLES, op, "sampling_ratio", f"be at most {MOST_SAMPLES}", ratio)
-    for name, value in zip(("pooled_height", "pooled_width"), pooled, strict=True):
-        check(0 < value <= MOST_BINS, op, name, f"be from 1 to {MOST_BINS}", value)
+    a.require(fine, "rois", "have shape [K, 5]", list(rois.shape))
+    a.require(0 < scale < 1e30, "spatial_scale", "be positive and below 1e+30", f"{scale:g}")
+    a.require(a.sampling_ratio <= MOST_SAMPLES, "sampling_ratio", f"be at most {MOST_SAMPLES}")
+    for name in ("pooled_height", "pooled_width"):
+        a.require(0 < getattr(a, name) <= MOST_BINS, name, f"be from 1 to {MOST_BINS}")
 
 
 def _check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
     a.require(a.x.dim() == 4, "x", "be 4-D [N, C, H, W]", f"{a.x.dim()}-D")
-    _check_boxes(
-        a.op, a.rois, a.x, "x", a.spatial_scale, (a.pooled_height, a.pooled_width), a.sampling_ratio
-    )
+    _check_boxes(a, "x")
 
 
 def _backward_check(a: Arguments) -> None:
     check_tensor(a.op, "grad", a.grad)
-    _check_boxes(
-        a.op,
-        a.rois,
-        a.grad,
-        "grad",
-        a.spatial_scale,
-        (a.pooled_height, a.pooled_width),
-        a.sampling_ratio,
-    )
-    for name, value, most in (
-        ("batch_size", a.batch_size, MOST_IMAGES),
-        ("height", a.height, MOST_PIXELS),
-        ("width", a.width, MOST_PIXELS),
+    _check_boxes(a, "grad")
+    for name, most in (
+        ("batch_size", MOST_IMAGES),
+        ("height", MOST_PIXELS),
+        ("width", MOST_PIXELS),
     ):
-        a.require(0 <= value <= most, name, f"be from 0 to {most}", value)
+        a.require(0 <= getattr(a, name) <= most, name, f"be from 0 to {most}")
     a.require(a.channels >= 0, "channels", "not be negative")
     shape = [a.rois.shape[0], a.channels, a.pooled_height, a.pooled_width]
     check_shape(a.op, "grad", a.grad, shape)

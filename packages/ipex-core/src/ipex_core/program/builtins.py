@@ -8,6 +8,7 @@ versions. They have no entry in ``torch.ops.ipex``: stock PyTorch has an op for 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -246,25 +247,27 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
             "(Tensor x, int height, int width, bool align_corners, float scale_h, float scale_w)"
             " -> Tensor",
             tensors.upsample_bilinear2d,
-            check=tensors.check_upsample_bilinear2d,
+            check=functools.partial(tensors.check_size, "upsample_bilinear2d"),
         ),
         "upsample_nearest2d": Builtin(
             "(Tensor x, int height, int width, float scale_h, float scale_w) -> Tensor",
             tensors.upsample_nearest2d,
-            check=tensors.check_upsample_nearest2d,
+            check=functools.partial(tensors.check_size, "upsample_nearest2d"),
         ),
         "mean": Builtin(
             "(Tensor x, int[] dims, bool keepdim) -> Tensor",
             tensors.mean,
-            check=tensors.check_mean,
+            check=functools.partial(tensors.check_dims, "mean"),
         ),
         "sum": Builtin(
-            "(Tensor x, int[] dims, bool keepdim) -> Tensor", tensors.sum, check=tensors.check_sum
+            "(Tensor x, int[] dims, bool keepdim) -> Tensor",
+            tensors.sum,
+            check=functools.partial(tensors.check_dims, "sum"),
         ),
         "amax": Builtin(
             "(Tensor x, int[] dims, bool keepdim) -> Tensor",
             tensors.amax,
-            check=tensors.check_amax,
+            check=functools.partial(tensors.check_dims, "amax"),
         ),
     }
 )

@@ -396,23 +396,10 @@ def group_norm(
 # --- upsampling -----------------------------------------------------------------------------------------------------
 
 
-def _check_size(op: str, height: Any, width: Any) -> None:
+def check_size(op: str, x: Any, height: Any, width: Any, *_: Any) -> None:
+    """Check the size of an image that is made."""
     for name, value in (("height", height), ("width", width)):
         check(not _known(value) or value > 0, op, name, "be positive", value)
-
-
-def check_upsample_bilinear2d(
-    x: Any, height: Any, width: Any, align_corners: bool, scale_h: float, scale_w: float
-) -> None:
-    """Check the arguments of `upsample_bilinear2d`."""
-    _check_size("upsample_bilinear2d", height, width)
-
-
-def check_upsample_nearest2d(
-    x: Any, height: Any, width: Any, scale_h: float, scale_w: float
-) -> None:
-    """Check the arguments of `upsample_nearest2d`."""
-    _check_size("upsample_nearest2d", height, width)
 
 
 def _check_upsampled(op: str, x: torch.Tensor) -> None:
@@ -429,7 +416,7 @@ def upsample_bilinear2d(
     Scales are factors of the sizes, 0 for what the sizes give. The result is computed in float32, rounded once, and has
     the memory format of ``x``.
     """
-    check_upsample_bilinear2d(x, height, width, align_corners, scale_h, scale_w)
+    check_size("upsample_bilinear2d", x, height, width)
     _check_upsampled("upsample_bilinear2d", x)
     y: torch.Tensor = torch.ops.aten.upsample_bilinear2d.default(
         x.float(), [height, width], align_corners, scale_h or None, scale_w or None
@@ -444,7 +431,7 @@ def upsample_nearest2d(
 
     Scales are factors of the sizes, 0 for what the sizes give. The result has the memory format of ``x``.
     """
-    check_upsample_nearest2d(x, height, width, scale_h, scale_w)
+    check_size("upsample_nearest2d", x, height, width)
     _check_upsampled("upsample_nearest2d", x)
     y: torch.Tensor = torch.ops.aten.upsample_nearest2d.default(
         x, [height, width], scale_h or None, scale_w or None
@@ -455,23 +442,9 @@ def upsample_nearest2d(
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 
-def _check_dims(op: str, dims: Sequence[Any]) -> None:
+def check_dims(op: str, x: Any, dims: Sequence[Any], keepdim: bool) -> None:
+    """Check the arguments of a reduction."""
     check(not _known(*dims) or len(set(dims)) == len(dims), op, "dims", "be distinct", list(dims))
-
-
-def check_mean(x: Any, dims: Sequence[Any], keepdim: bool) -> None:
-    """Check the arguments of `mean`."""
-    _check_dims("mean", dims)
-
-
-def check_sum(x: Any, dims: Sequence[Any], keepdim: bool) -> None:
-    """Check the arguments of `sum`."""
-    _check_dims("sum", dims)
-
-
-def check_amax(x: Any, dims: Sequence[Any], keepdim: bool) -> None:
-    """Check the arguments of `amax`."""
-    _check_dims("amax", dims)
 
 
 def _dims(op: str, x: torch.Tensor, dims: list[int]) -> list[int]:
