@@ -108,11 +108,9 @@ class _OptimizedConv(OptimizedModule, nn.modules.conv._ConvNd):
 
     def _stock(self, x: Tensor) -> Tensor:
         if is_stand_in(x):
-            recorded: Tensor = record_call(self, x)
-            return recorded
+            return record_call(self, x)
         weight, bias = usable_parameters(self)
-        y: Tensor = self._conv_forward(self._cast(x, weight), weight, bias)
-        return y
+        return self._conv_forward(self._cast(x, weight), weight, bias)
 
     def extra_repr(self) -> str:
         """Add the packing to the line of the stock layer."""
@@ -165,8 +163,7 @@ class _OptimizedConvTranspose(OptimizedModule):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Convolve."""
-        y: Tensor = self._stock(self._cast(input, self.weight), output_size)
-        return y
+        return self._stock(self._cast(input, self.weight), output_size)
 
 
 class OptimizedConvTranspose1d(_OptimizedConvTranspose, nn.ConvTranspose1d):

@@ -107,8 +107,7 @@ def linear(
 ) -> Tensor:
     """Run a linear layer with what follows it: ``activation(module(x)) * mul + residual + residual2``."""
     if is_fusable(module) and not has_hooks(module):
-        y: Tensor = module.fused(x, post, residual, mul, residual2)  # type: ignore[operator]
-        return y
+        return module.fused(x, post, residual, mul, residual2)  # type: ignore[operator]
     return finish(module(x), post, residual, mul, residual2)
 
 
@@ -120,16 +119,14 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     fits = fits and a.dtype is b.dtype and a.shape[::2] == b.shape[:2]
     fits = fits and not torch.is_grad_enabled() and _native("bmm", a)
     if fits and prefer_ipex_bmm(a.shape, b.shape, a.dtype):
-        y: Tensor = call(torch.ops.ipex.bmm.default, a, b)
-        return y
+        return call(torch.ops.ipex.bmm.default, a, b)
     return torch.bmm(a, b)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Apply GELU."""
     if _native("gelu", x):
-        y: Tensor = call(torch.ops.ipex.gelu.default, x, approximate)
-        return y
+        return call(torch.ops.ipex.gelu.default, x, approximate)
     return F.gelu(x, approximate=approximate)
 
 
@@ -152,16 +149,14 @@ def act_mul(gate: Tensor, up: Tensor, post: str) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Normalize over the last dimension."""
     if _native("layer_norm", x, weight, bias):
-        y: Tensor = call(torch.ops.ipex.layer_norm.default, x, weight, bias, eps)
-        return y
+        return call(torch.ops.ipex.layer_norm.default, x, weight, bias, eps)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """Normalize over the last dimension by the root mean square, in float32."""
     if _native("rms_norm", x, weight):
-        y: Tensor = call(torch.ops.ipex.rms_norm.default, x, weight, eps, offset)
-        return y
+        return call(torch.ops.ipex.rms_norm.default, x, weight, eps, offset)
     wide = x.float()
     y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     if weight is None:

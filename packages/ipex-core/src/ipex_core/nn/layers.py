@@ -55,8 +55,7 @@ class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
         """Normalize over the last dimensions."""
         if is_scripting():
             x = self._cast(input, self.weight) if self._dtype is not None else input
-            y: Tensor = self._stock(x)
-            return y
+            return self._stock(x)
         else:
             return self._run(input)
 
@@ -72,8 +71,7 @@ class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):
         if self._kernel and not stock_only(x):
             return layer_norm(x, weight, bias, self.eps)
         if is_stand_in(x):
-            recorded: Tensor = record_call(self, x)
-            return recorded
+            return record_call(self, x)
         return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -100,8 +98,7 @@ class OptimizedRMSNorm(OptimizedModule, nn.RMSNorm):
         if self._kernel and not stock_only(x):
             return rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
         if is_stand_in(x):
-            recorded: Tensor = record_call(self, x)
-            return recorded
+            return record_call(self, x)
         return functional.rms_norm(x, self.normalized_shape, weight, eps)
 
 
@@ -114,8 +111,7 @@ class _Stock(OptimizedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the stock layer."""
-        y: Tensor = self._stock(self._cast(input, self.weight))
-        return y
+        return self._stock(self._cast(input, self.weight))
 
 
 class OptimizedGroupNorm(_Stock, nn.GroupNorm):
@@ -143,8 +139,7 @@ class _Activation(OptimizedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
         if is_scripting():
-            y: Tensor = self._stock(input)
-            return y
+            return self._stock(input)
         else:
             return self._run(input)
 
@@ -161,10 +156,8 @@ class OptimizedGELU(_Activation, nn.GELU):
         if stays_stock("gelu:tanh" if self.approximate == "tanh" else "gelu:none", input):
             return torch._C._nn.gelu(input, approximate=self.approximate)
         if _takes(input):
-            y: Tensor = call(torch.ops.ipex.gelu.default, input, self.approximate)
-            return y
-        y = record_call(self, input) if is_stand_in(input) else self._stock(input)
-        return y
+            return call(torch.ops.ipex.gelu.default, input, self.approximate)
+        return record_call(self, input) if is_stand_in(input) else self._stock(input)
 
 
 class OptimizedSoftmax(_Activation, nn.Softmax):
@@ -177,10 +170,8 @@ class OptimizedSoftmax(_Activation, nn.Softmax):
         if dim == -1 and stays_stock("softmax", input):
             return input.softmax(-1)
         if _takes(input) and dim is not None and dim in (-1, input.dim() - 1):
-            y: Tensor = call(torch.ops.ipex.softmax.default, input)
-            return y
-        y = record_call(self, input) if is_stand_in(input) else self._stock(input)
-        return y
+            return call(torch.ops.ipex.softmax.default, input)
+        return record_call(self, input) if is_stand_in(input) else self._stock(input)
 
 
 class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
@@ -198,8 +189,7 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
         if is_scripting():
             if per_sample_weights is not None:
                 per_sample_weights = self._cast(per_sample_weights, self.weight)
-            y: Tensor = self._stock(input, offsets, per_sample_weights)
-            return y
+            return self._stock(input, offsets, per_sample_weights)
         else:
             return self._run(input, offsets, per_sample_weights)
 
@@ -207,8 +197,7 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
         if is_stand_in(input):
-            recorded: Tensor = record_call(self, input, offsets, per_sample_weights)
-            return recorded
+            return record_call(self, input, offsets, per_sample_weights)
         weight = self.weight
         if per_sample_weights is not None:
             per_sample_weights = self._cast(per_sample_weights, weight)
@@ -271,7 +260,7 @@ class OptimizedMultiheadAttention(OptimizedModule, nn.MultiheadAttention):
         """Attend in the dtype of the weights."""
         weight = self.out_proj.weight
         if is_scripting():
-            result: tuple[Tensor, Tensor | None] = self._stock(
+            return self._stock(
                 self._cast(query, weight),
                 self._cast(key, weight),
                 self._cast(value, weight),
@@ -281,11 +270,9 @@ class OptimizedMultiheadAttention(OptimizedModule, nn.MultiheadAttention):
                 average_attn_weights,
                 is_causal,
             )
-            return result
         else:
             rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-            attended: tuple[Tensor, Tensor | None] = self._run(query, key, value, *rest)
-            return attended
+            return self._run(query, key, value, *rest)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
         if is_stand_in(query):
@@ -345,8 +332,7 @@ class _FoldedBatchNorm(OptimizedModule):
 
     def _run(self, input: Tensor) -> Tensor:
         if is_stand_in(input):
-            recorded: Tensor = record_call(self, input)
-            return recorded
+            return record_call(self, input)
         if isinstance(self._folded_into, nn.Linear) and input.dim() > 2:
             # Channels are dimension 1 here, but the fold scaled the last one: take it back and normalize.
             scale, shift = scale_and_shift(self)
@@ -355,8 +341,7 @@ class _FoldedBatchNorm(OptimizedModule):
         return input
 
     def _stock(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y
+        return super().forward(x)
 
 
 def scale_and_shift(module: nn.Module) -> tuple[Tensor, Tensor]:
@@ -392,8 +377,7 @@ class _IdentityDropout(OptimizedModule, nn.Identity):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
-        y: Tensor = self._stock(input) if self.training else input
-        return y
+        return self._stock(input) if self.training else input
 
 
 class OptimizedDropout(_IdentityDropout, nn.Dropout):
@@ -477,7 +461,7 @@ class FrozenBatchNorm2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x [N, C, H, W]``, float32, bfloat16 or float16; the result has its dtype and memory format."""
-        return torch.ops.ipex.frozen_batch_norm(  # type: ignore[no-any-return]
+        return torch.ops.ipex.frozen_batch_norm(
             x, self.weight, self.bias, self.running_mean, self.running_var, self.eps
         )
 
@@ -504,8 +488,7 @@ class OptimizedTransformerEncoderLayer(OptimizedModule, nn.TransformerEncoderLay
             return self._parts(src, src_mask, src_key_padding_mask, is_causal)
         else:
             if is_stand_in(src):
-                recorded: Tensor = record_call(self, src, src_mask, src_key_padding_mask, is_causal)
-                return recorded
+                return record_call(self, src, src_mask, src_key_padding_mask, is_causal)
             if src.is_nested:
                 return super().forward(src, src_mask, src_key_padding_mask, is_causal)
             return self._parts(src, src_mask, src_key_padding_mask, is_causal)
@@ -550,8 +533,7 @@ class OptimizedTransformerEncoder(OptimizedModule, nn.TransformerEncoder):
             return self._layers(src, mask, src_key_padding_mask, is_causal, True)
         else:
             if is_stand_in(src):
-                recorded: Tensor = record_call(self, src, mask, src_key_padding_mask, is_causal)
-                return recorded
+                return record_call(self, src, mask, src_key_padding_mask, is_causal)
             if src.is_nested:
                 return super().forward(src, mask, src_key_padding_mask, is_causal)
             skips = not (

@@ -150,8 +150,7 @@ class OptimizedLinear(OptimizedModule, nn.Linear):
     def _scripted(self, x: Tensor) -> Tensor:
         if hasattr(self, "_script_packed"):
             x = x.to(self._dtype)
-            y: Tensor = torch.ops.ipex.linear(x, self._script_packed, self.out_features, self.bias)
-            return y
+            return torch.ops.ipex.linear(x, self._script_packed, self.out_features, self.bias)
         else:
             if hasattr(self, "_script_weight"):
                 weight: Tensor = self._script_weight

@@ -81,8 +81,7 @@ class LinearGroup:
             y = torch.ops.ipex_core.packed_linear(x, self.wide, self.bias, width, "none", None)
         else:
             y = onednn.linear(x, self.wide, self.bias)
-        parts: tuple[Tensor, ...] = y.split(self.sizes, -1)
-        return parts
+        return y.split(self.sizes, -1)
 
 
 def linears(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:

@@ -179,8 +179,7 @@ class TrainingLinear(nn.Linear):
         choice = self._choice(input)
         if choice is STOCK or choice == STOCK:
             return functional.linear(input, self.weight, self.bias)
-        y: Tensor = _apply(input, self.weight, self.bias, choice)
-        return y
+        return _apply(input, self.weight, self.bias, choice)
 
     @torch.jit.unused
     def _choice(self, x: Tensor) -> Choice:

@@ -160,8 +160,7 @@ class _DistBags(torch.autograd.Function):
         ctx.owner, ctx.plan, ctx.weights = owner, plan, weights
         # Autograd then refuses a second pass without retain_graph.
         ctx.save_for_backward(*plan.lookups.indices)
-        result: Tensor = owner._gather(weights, plan)
-        return result
+        return owner._gather(weights, plan)
 
     @staticmethod
     @once_differentiable
@@ -267,8 +266,7 @@ class DistMergeEmbeddingBagWithAdaGrad(MergedEmbeddingBagWithAdaGrad):
         weights = list(self.weights)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             check_recorded(type(self).__name__)
-            result: Tensor = _DistBags.apply(self, plan, *weights)  # type: ignore[no-untyped-call]
-            return result
+            return _DistBags.apply(self, plan, *weights)  # type: ignore[no-untyped-call]
         return self._gather(weights, plan)
 
     def gathered_state_dict(self) -> dict[str, Tensor]:

@@ -260,10 +260,7 @@ class Lookups(NamedTuple):
 
 def forward_bags(weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
     """Return the bags of all tables, ``[tables, bags, embedding_dim]``."""
-    result: Tensor = run_op(
-        "merged_embeddingbag_forward", weights[0].dtype, list(weights), *lookups
-    )
-    return result
+    return run_op("merged_embeddingbag_forward", weights[0].dtype, list(weights), *lookups)
 
 
 def _apart(bags: Tensor) -> tuple[Tensor, ...]:
@@ -557,8 +554,7 @@ class MergedEmbeddingBag(nn.Module):
         tensors = (*weights, *lookups.per_sample_weights)
         if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
             check_recorded(type(self).__name__)
-            result: tuple[Tensor, ...] = _Bags.apply(self, lookups, *tensors)  # type: ignore[no-untyped-call]
-            return result
+            return _Bags.apply(self, lookups, *tensors)  # type: ignore[no-untyped-call]
         bags = forward_bags(weights, lookups)
         # As in IPEX, which casts the tables themselves; sums of float32 rows are more exact.
         device, narrow = bags.device.type, bags.dtype != torch.float64

@@ -29,7 +29,7 @@ _SSD_CANDIDATES = 200
 
 
 def _mask(boxes: Tensor, *args: Any) -> Tensor:
-    return run_op("nms_mask", boxes.dtype, boxes, *args)  # type: ignore[no-any-return]
+    return run_op("nms_mask", boxes.dtype, boxes, *args)
 
 
 def nms(
@@ -267,7 +267,7 @@ def locations_to_boxes(
     Raises:
         RuntimeError: For wrong dtypes, shapes or devices.
     """
-    return _OPS.locations_to_boxes(locations, priors, center_variance, size_variance)  # type: ignore[no-any-return]
+    return _OPS.locations_to_boxes(locations, priors, center_variance, size_variance)
 
 
 def parallel_scale_back_batch(

@@ -25,8 +25,7 @@ class InteractionFunc(torch.autograd.Function):
     def forward(ctx: Any, *args: Tensor) -> Tensor:
         """Run ``torch.ops.ipex.interaction``."""
         ctx.save_for_backward(*args)
-        result: Tensor = torch.ops.ipex.interaction(list(args))
-        return result
+        return torch.ops.ipex.interaction(list(args))
 
     @staticmethod
     @once_differentiable
@@ -60,8 +59,7 @@ def interaction(*args: Tensor) -> Tensor:
     if has_torch_function(
         args
     ):  # torch.fx records the call as one node, whatever name it has there
-        result: Tensor = handle_torch_function(interaction, args, *args)
-        return result
+        return handle_torch_function(interaction, args, *args)
     for i, value in enumerate(args):
         if not isinstance(value, Tensor):
             if isinstance(value, fx.Proxy):  # a trace of torch.fx
@@ -72,7 +70,7 @@ def interaction(*args: Tensor) -> Tensor:
     if args and torch.is_autocast_enabled(args[0].device.type):
         args = tuple(autocast_arguments("interaction", args[0].device.type, (args,))[0])
     if args and all(value.dtype == torch.float64 for value in args):
-        return run_op("interaction", torch.float64, args)  # type: ignore[no-any-return]
+        return run_op("interaction", torch.float64, args)
     recorded = torch.is_grad_enabled() and not transformed()
     if recorded and any(value.requires_grad for value in args):
         result = InteractionFunc.apply(*args)  # type: ignore[no-untyped-call]

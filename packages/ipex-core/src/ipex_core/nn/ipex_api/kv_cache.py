@@ -92,8 +92,7 @@ def _whole(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
     heads_first = (t.transpose(1, 2) for t in (query, key, value))
-    out: Tensor = torch.ops.ipex.attention(*heads_first, mask, scale, causal)
-    return out
+    return torch.ops.ipex.attention(*heads_first, mask, scale, causal)
 
 
 def _history(layer_past: LayerPast | None, seq_info: Tensor | None) -> int:

@@ -67,9 +67,9 @@ def roi_align(
     if input.dtype == torch.float64:
         rois = rois.to(input.device, torch.float64)
         rest = (spatial_scale, *size, sampling_ratio, aligned)
-        return run_op("roi_align", torch.float64, input, rois, *rest)  # type: ignore[no-any-return]
+        return run_op("roi_align", torch.float64, input, rois, *rest)
     if rois.dtype != torch.float32:
         rois = rois.to(torch.float32 if rois.dtype == torch.float64 else input.dtype)
-    return torch.ops.ipex.roi_align(  # type: ignore[no-any-return]
+    return torch.ops.ipex.roi_align(
         input, rois.to(input.device), spatial_scale, *size, sampling_ratio, aligned
     )

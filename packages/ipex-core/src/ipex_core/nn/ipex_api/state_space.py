@@ -59,7 +59,7 @@ def causal_conv1d_fn(
         )
     y, last = torch.ops.ipex.causal_conv1d_fn(x, weight, bias, initial_states, name)
     if not return_final_states:
-        return y  # type: ignore[no-any-return]
+        return y
     if final_states_out is None:
         return y, last
     if final_states_out.shape != last.shape:
@@ -96,10 +96,7 @@ def causal_conv1d_update(
         RuntimeError: For wrong dtypes or shapes, or a negative length.
     """
     name = _activation("causal_conv1d_update", activation)
-    y: Tensor = torch.ops.ipex.causal_conv1d_update(
-        x, conv_state, weight, bias, name, cache_seqlens
-    )
-    return y
+    return torch.ops.ipex.causal_conv1d_update(x, conv_state, weight, bias, name, cache_seqlens)
 
 
 def selective_scan_fn(
@@ -175,7 +172,4 @@ def selective_state_update(
     Raises:
         RuntimeError: For wrong dtypes or shapes.
     """
-    y: Tensor = torch.ops.ipex.selective_state_update(
-        state, x, dt, A, B, C, D, z, dt_bias, dt_softplus
-    )
-    return y
+    return torch.ops.ipex.selective_state_update(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)

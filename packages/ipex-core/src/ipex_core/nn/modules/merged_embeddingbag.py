@@ -143,7 +143,6 @@ def merged_embeddingbag_with_cat(
     dense_feature: Tensor,
 ) -> Tensor:
     """Return dense features and the sums of all tables side by side, ``[B, (T + 1) * D]``, without gradients."""
-    result: Tensor = torch.ops.ipex.merged_embeddingbag_cat_forward(
+    return torch.ops.ipex.merged_embeddingbag_cat_forward(
         list(weights), list(indices), list(offsets), dense_feature, "sum", False
     )
-    return result
