@@ -39,13 +39,16 @@ Tensor = torch.Tensor
 MAX_TAPS = 64
 
 
-def _spans(starts: Tensor, lengths: Tensor, slots: Tensor) -> Iterator[tuple[int, int, int, bool]]:
-    """Yield the first and the last row of each text, its row of the state, and whether it begins here."""
+def _spans(
+    state: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor
+) -> Iterator[tuple[int, int, int, Tensor]]:
+    """Yield the first and the last row of each text, its row of the state, and what it has had: zeros at its start."""
     places = starts.tolist()
     for b, (length, slot) in enumerate(zip(lengths.tolist(), slots.tolist(), strict=True)):
         count = places[b + 1] - places[b]
         if count:
-            yield places[b], places[b + 1], slot, length == count
+            past = torch.zeros_like(state[slot]) if length == count else state[slot]
+            yield places[b], places[b + 1], slot, past
 
 
 def _check_spans(a: Arguments, rows: int, states: int) -> None:
@@ -113,10 +116,7 @@ def _conv(
     taps = acc(weight).t().unsqueeze(1)
     wide = None if bias is None else acc(bias)
     parts = []
-    for first, last, slot, begins in _spans(query_starts, lengths, slots):
-        past = conv_state[slot]
-        if begins:
-            past = torch.zeros_like(past)
+    for first, last, slot, past in _spans(conv_state, query_starts, lengths, slots):
         rows = torch.cat([past.to(x.dtype), x[first:last]])
         y = F.conv1d(acc(rows).t().unsqueeze(0), taps, wide, groups=x.shape[1])[0].t()
         parts.append(F.silu(y) if activation == "silu" else y)
@@ -293,10 +293,8 @@ def _delta(
     decay = decay.unsqueeze(-1) if a.dim() == 3 else decay[..., None, None]
     strength = torch.sigmoid(acc(b))
     y = torch.empty_like(values)
-    for first, last, slot, begins in _spans(query_starts, lengths, slots):
-        s = acc(state[slot])
-        if begins:
-            s = torch.zeros_like(s)
+    for first, last, slot, past in _spans(state, query_starts, lengths, slots):
+        s = acc(past)
         for t in range(first, last):
             s = s * decay[t]
             known = (s * keys[t].unsqueeze(-1)).sum(1)
@@ -505,10 +503,8 @@ def _ssd(
     steps = F.softplus(acc(dt) + acc(dt_bias)).clamp(min(dt_min, most), min(dt_max, most))
     decay = torch.exp(acc(A) * steps)
     y = torch.empty_like(rows)
-    for first, last, slot, begins in _spans(query_starts, lengths, slots):
-        s = acc(state[slot])
-        if begins:
-            s = torch.zeros_like(s)
+    for first, last, slot, past in _spans(state, query_starts, lengths, slots):
+        s = acc(past)
         for t in range(first, last):
             new = rows[t] * steps[t].unsqueeze(-1)
             s = s * decay[t].view(-1, 1, 1) + b[t].unsqueeze(-1) * new.unsqueeze(1)
@@ -643,10 +639,8 @@ def _selective(
     rows, b, c = acc(x), acc(B), acc(C)
     steps = F.softplus(acc(dt) + acc(dt_bias))
     y = torch.empty_like(rows)
-    for first, last, slot, begins in _spans(query_starts, lengths, slots):
-        s = acc(state[slot])
-        if begins:
-            s = torch.zeros_like(s)
+    for first, last, slot, past in _spans(state, query_starts, lengths, slots):
+        s = acc(past)
         for t in range(first, last):
             s = s * torch.exp(acc(A) * steps[t]) + b[t].unsqueeze(-1) * (rows[t] * steps[t])
             y[t] = (s * c[t].unsqueeze(-1)).sum(0) + rows[t] * acc(D)

@@ -168,6 +168,12 @@ def param_samples(
             yield Sample(build(*_form(form, value, grad), 31), id=f"{form}-{name}")
 
 
+def random_state(param: Tensor, seed: int, scale: float = 1.0) -> Tensor:
+    """Return float32 numbers in the layout of a parameter."""
+    state = torch.empty_like(param, dtype=torch.float32)
+    return state.copy_(randn(*param.shape, seed=seed, scale=scale))
+
+
 def _form(form: str, value: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     if form == "plain":
         return value, grad, None

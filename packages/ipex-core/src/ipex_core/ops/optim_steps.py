@@ -21,6 +21,7 @@ from ipex_core.ops.optim import (
     check_step,
     fake_step,
     param_samples,
+    random_state,
     read_param,
     root,
     split,
@@ -81,9 +82,7 @@ def _sgd_check(a: Arguments) -> None:
 
 def _sgd_samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
-        buffer = torch.empty_like(param, dtype=torch.float32).copy_(
-            randn(*param.shape, seed=seed, scale=0.1)
-        )
+        buffer = random_state(param, seed, 0.1)
         return param, grad, buffer, param2, 0.9, 0.05, 1e-2, 0.1, seed % 2 == 0, seed % 3 == 0
 
     yield from param_samples(dtype, build)
@@ -211,21 +210,9 @@ def _adagrad_check(a: Arguments) -> None:
 
 def _adagrad_samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
-        total = torch.empty_like(param, dtype=torch.float32).copy_(
-            randn(*param.shape, seed=seed).square()
-        )
-        return (
-            param,
-            grad,
-            total,
-            param2,
-            float(1 + seed % 5),
-            0.1,
-            1e-2,
-            0.05,
-            1e-10,
-            seed % 4 == 0,
-        )
+        total = random_state(param, seed).square()
+        rest = (float(1 + seed % 5), 0.1, 1e-2, 0.05, 1e-10, seed % 4 == 0)
+        return param, grad, total, param2, *rest
 
     return param_samples(dtype, build)
 
@@ -330,26 +317,12 @@ def _adam_check(a: Arguments) -> None:
 
 def _adam_samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
-        like = torch.empty_like(param, dtype=torch.float32)
-        states = [
-            like.clone().copy_(randn(*param.shape, seed=seed, scale=0.1)),
-            like.clone().copy_(randn(*param.shape, seed=seed + 1, scale=0.1).square()),
-            like.clone().copy_(randn(*param.shape, seed=seed + 2, scale=0.1).square()),
-        ]
         amsgrad = seed % 2 == 1
+        means = random_state(param, seed, 0.1), random_state(param, seed + 1, 0.1).square()
+        largest = random_state(param, seed + 2, 0.1).square() if amsgrad else None
         numbers = (float(1 + seed % 7), 0.9, 0.999, 1e-2, 1e-2, 1e-8)
-        if not amsgrad:
-            states[2] = None  # type: ignore[call-overload]
-        return (
-            param,
-            *states,
-            grad,
-            param2,
-            amsgrad,
-            *numbers,
-            seed % 3 == 0,
-            seed % 5 == 0,
-        )
+        rest = (amsgrad, *numbers, seed % 3 == 0, seed % 5 == 0)
+        return param, *means, largest, grad, param2, *rest
 
     return param_samples(dtype, build)
 
@@ -485,20 +458,8 @@ def _lamb_check(a: Arguments) -> None:
 
 def _lamb_samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
-        like = torch.empty_like(param, dtype=torch.float32)
-        return (
-            param,
-            like.clone().copy_(randn(*param.shape, seed=seed, scale=0.1)),
-            like.clone().copy_(randn(*param.shape, seed=seed + 1, scale=0.1).square()),
-            grad,
-            param2,
-            1 + seed % 7,
-            0.9,
-            0.999,
-            1e-2,
-            1e-2,
-            1e-6,
-        )
+        means = random_state(param, seed, 0.1), random_state(param, seed + 1, 0.1).square()
+        return param, *means, grad, param2, 1 + seed % 7, 0.9, 0.999, 1e-2, 1e-2, 1e-6
 
     yield from param_samples(dtype, build)
     zeros = [torch.zeros(40) for _ in range(3)]
@@ -585,9 +546,7 @@ def _lars_check(a: Arguments) -> None:
 
 def _lars_samples(dtype: torch.dtype) -> Iterator[Sample]:
     def build(param: Tensor, grad: Tensor, param2: Tensor | None, seed: int) -> tuple[Any, ...]:
-        buffer = torch.empty_like(param, dtype=torch.float32).copy_(
-            randn(*param.shape, seed=seed, scale=0.1)
-        )
+        buffer = random_state(param, seed, 0.1)
         momentum = buffer if seed % 4 else None
         rest = (0.9, 0.5, 1e-2, 1e-8, 1e-2, 0.1, seed % 2 == 0, seed % 3 == 0)
         return param, grad, momentum, param2, *rest

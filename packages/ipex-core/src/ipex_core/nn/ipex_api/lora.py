@@ -165,13 +165,7 @@ def sgmv_shrink(
         "sgmv_shrink", batches, lora_indices_tensor, seq_len_tensor, b_seq_start_loc
     )
     torch.ops.ipex.sgmv_shrink(
-        output_tensor,
-        inputs,
-        lora_a_weights,
-        indices,
-        lengths,
-        scaling,
-        starts,
+        output_tensor, inputs, lora_a_weights, indices, lengths, scaling, starts
     )
     return output_tensor
 
@@ -195,13 +189,7 @@ def sgmv_expand(
         "sgmv_expand", batches, lora_indices_tensor, seq_len_tensor, b_seq_start_loc
     )
     torch.ops.ipex.sgmv_expand(
-        output_tensor,
-        inputs,
-        lora_b_weights,
-        indices,
-        lengths,
-        add_inputs,
-        starts,
+        output_tensor, inputs, lora_b_weights, indices, lengths, add_inputs, starts
     )
     return output_tensor
 
