@@ -192,6 +192,12 @@ def _clamp(y: Tensor, activation: str, scale: float, zero: int) -> None:
     y.clamp_(low, high)
 
 
+def _in_layout(y: Tensor, dims: int) -> Tensor:
+    """Return a batch of images, with as many dimensions as their weight, with the channels last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(dims)
+    return y if last is None or y.dim() != dims else y.contiguous(memory_format=last)
+
+
 def _on_device(
     x: Tensor,
     weight: Tensor,
@@ -227,10 +233,7 @@ def _on_device(
     if activation != "none":
         y = getattr(functional, activation)(y)
     y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    if y.dim() == weight.dim() in (4, 5):
-        last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
-        y = y.contiguous(memory_format=last)
-    return y
+    return _in_layout(y, weight.dim())
 
 
 def _fake_conv(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
@@ -339,10 +342,7 @@ def _portable(
     if activation != "none":
         y = getattr(functional, activation)(y)
     y = _codes(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    if y.dim() == weight.dim() in (4, 5):
-        last = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
-        y = y.contiguous(memory_format=last)
-    return y
+    return _in_layout(y, weight.dim())
 
 
 def _pattern(
