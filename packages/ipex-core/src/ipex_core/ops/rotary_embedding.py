@@ -395,15 +395,14 @@ def check_rows(op: str, positions: Tensor, count: int) -> None:
 
 def _check_positions(a: Arguments) -> None:
     dtype = dtype_name(a.positions.dtype)
-    check(a.positions.dtype in _INDEX, a.op, "positions", "have dtype int32, int64", dtype)
-    check(
+    a.require(a.positions.dtype in _INDEX, "positions", "have dtype int32, int64", dtype)
+    a.require(
         a.positions.dim() in (1, 2),
-        a.op,
         "positions",
         "be 1-D [tokens] or 2-D [batch, positions]",
         f"{a.positions.dim()}-D",
     )
-    check(a.head_size > 0, a.op, "head_size", "be positive", a.head_size)
+    a.require(a.head_size > 0, "head_size", "be positive")
     for name, x in (("query", a.query), ("key", a.key)):
         if x is None:
             continue
