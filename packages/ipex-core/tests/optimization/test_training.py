@@ -21,6 +21,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Tensor = torch.Tensor
 
 
+def in_bfloat16(model: nn.Module) -> Any:
+    """Return a model with 16-bit weights and its optimizer."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimize(model, optimizer=sgd, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_float32_follows_the_stock_optimizer(name: str) -> None:
     stock, make = net(), OPTIMIZERS[name]
@@ -97,9 +103,7 @@ def test_nan_and_inf_in_gradients_go_where_stock_lets_them(
 
 def test_split_takes_the_memory_of_float32() -> None:
     model = nn.Linear(64, 64).train()
-    fast, optimizer = optimize(
-        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
-    )
+    fast, optimizer = in_bfloat16(model)
     rest = optimizer._ipex.masters._of[fast.weight].rest
     assert fast.weight.dtype == rest.dtype == torch.bfloat16
     assert torch.equal(fast.state_dict()["weight"], model.weight)  # bit for bit
@@ -278,9 +282,7 @@ def test_an_optimizer_around_another_one() -> None:
 
 def test_restore_gives_float32_parameters_back() -> None:
     model = net()
-    fast, optimizer = optimize(
-        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
-    )
+    fast, optimizer = in_bfloat16(model)
     train(fast, optimizer, 2, dtype=torch.bfloat16)
     want = {k: v.clone() for k, v in fast.state_dict().items()}
     back = restore(fast)
@@ -291,9 +293,7 @@ def test_restore_gives_float32_parameters_back() -> None:
 
 def test_inference_after_training() -> None:
     model = net()
-    fast, optimizer = optimize(
-        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
-    )
+    fast, optimizer = in_bfloat16(model)
     train(fast, optimizer, 3, dtype=torch.bfloat16)
     ready = optimize(fast.eval(), dtype=torch.bfloat16)
     (x, _), *_ = batches(1)
@@ -304,9 +304,7 @@ def test_inference_after_training() -> None:
 
 def test_sparse_gradients_of_reduced_parameters_are_refused() -> None:
     model = nn.Linear(8, 8).train()
-    fast, optimizer = optimize(
-        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16
-    )
+    fast, optimizer = in_bfloat16(model)
     fast.weight.grad = torch.eye(8, dtype=torch.bfloat16).to_sparse()
     with pytest.raises(RuntimeError, match="must be dense"):
         optimizer.step()
