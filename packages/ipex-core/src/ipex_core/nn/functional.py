@@ -106,8 +106,8 @@ def linear(
     residual2: Tensor | None = None,
 ) -> Tensor:
     """Run a linear layer with what follows it: ``activation(module(x)) * mul + residual + residual2``."""
-    if is_fusable(module) and not has_hooks(module):
-        return module.fused(x, post, residual, mul, residual2)  # type: ignore[operator]
+    if not has_hooks(module) and is_fusable(module):
+        return module.fused(x, post, residual, mul, residual2)
     return finish(module(x), post, residual, mul, residual2)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -89,7 +89,7 @@ class FusableLinear(Protocol):
         ...
 
 
-def is_fusable(module: nn.Module) -> bool:
+def is_fusable(module: nn.Module) -> TypeGuard[FusableLinear]:
     """Return whether a module is a `FusableLinear`."""
     kind = type(module)
     return hasattr(kind, "fused") and (
