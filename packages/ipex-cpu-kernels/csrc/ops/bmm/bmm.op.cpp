@@ -178,6 +178,7 @@ void multiply_blocks(const Tensor& a, const Tensor& b, bool packed, const Tensor
   std::atomic<bool> no_memory{false};
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
     constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+    const bool scratch = tiles || m >= widened_from<T>();
     const int64_t panel_bytes = (k + inner - 1) / inner * inner * kPackedPanel * kSize;
     const auto at = [](const Tensor& x, int64_t i) {
       return static_cast<const T*>(x.const_data_ptr()) + i * x.stride(0);
@@ -220,7 +221,7 @@ void multiply_blocks(const Tensor& a, const Tensor& b, bool packed, const Tensor
       // Rows in blocks that stay in L2 beside the panels.
       const int64_t end = std::min(m, row + plan.rows), step = tiles ? kTileRowsMost : 192;
       for (int64_t r = row; r < end; r += step)
-        kernel(&args, r, std::min(end, r + step), 0, panels, gemm_scratch<T>(m, tiles));
+        kernel(&args, r, std::min(end, r + step), 0, panels, gemm_scratch(scratch));
     };
     run_tasks(batch * plan.down * plan.across, batch * m * n * k,
               uses_tiles(dtype) && m >= kComputeBound, task);

@@ -146,10 +146,11 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   const int64_t bytes = copy_bytes(args, block, x.element_size());
   std::atomic<bool> failed{false};
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+    const bool scratch = tiles || shape.rows >= widened_from<T>();
     run_gemm(shape, block, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
                char* copies = Scratch<Area::kConvolutionRows>::get(bytes);
-               char* of_tiles = gemm_scratch<T>(shape.rows, tiles);
+               char* of_tiles = gemm_scratch(scratch);
                if (copies && (of_tiles || !tiles))
                  kernel(&args, row_begin, row_end, panel_begin, panel_end, copies, of_tiles);
                else

@@ -123,6 +123,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& offsets, const Tensor& pack
   // Groups with few rows are bound by the memory that the weights come from.
   const bool limited = shape.tiles && rows.rows >= kComputeBound * groups;
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
+    const int64_t scratch_from = shape.tiles ? kManyRows : widened_from<T>();
     const auto* operands = &epilogue.args;
     const auto shifted = [](const void* p, int64_t elements) -> const void* {
       return p ? static_cast<const T*>(p) + elements : nullptr;
@@ -148,8 +149,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& offsets, const Tensor& pack
       const int64_t row = task / tasks.across() * Tasks::kRows;
       const int64_t panel = task % tasks.across() * tasks.chunk;
       kernel(&args, row, std::min(m, row + Tasks::kRows), panel,
-             std::min(tasks.panels, panel + tasks.chunk),
-             gemm_scratch<T>(m, shape.tiles && m >= kManyRows));
+             std::min(tasks.panels, panel + tasks.chunk), gemm_scratch(m >= scratch_from));
     });
   });
   return y;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 
 #include "ipex/glue/dispatch.h"
 #include "ipex/kernel/gemm_sizes.h"
@@ -42,12 +43,17 @@ inline bool uses_tiles(ScalarType dtype) {
          cpu::active_has_amx();
 }
 
-// Memory of the calling thread for a gemm_block() of `rows` rows, or nullptr where it needs none or
-// memory is short: for tiles, and for 16-bit numbers that are multiplied as floats.
+// Rows from which gemm_block() at the active level converts 16-bit numbers to float first, for
+// which it needs memory. Asked once for a call: it takes a lock.
 template <class T>
-char* gemm_scratch(int64_t rows, bool tiles) {
-  const bool widened = sizeof(T) == 2 && rows >= kWideRows<T> && !cpu::active_has_avx512();
-  return tiles || widened ? Scratch<Area::kTiles>::get(kGemmScratch) : nullptr;
+int64_t widened_from() {
+  return sizeof(T) == 2 && !cpu::active_has_avx512() ? kWideRows
+                                                     : std::numeric_limits<int64_t>::max();
+}
+
+// Memory of the calling thread for gemm_block(), or nullptr where it needs none or memory is short.
+inline char* gemm_scratch(bool needed) {
+  return needed ? Scratch<Area::kTiles>::get(kGemmScratch) : nullptr;
 }
 
 // Calls worker(next) on as many threads as pay off. next() gives the numbers of the tasks from 0

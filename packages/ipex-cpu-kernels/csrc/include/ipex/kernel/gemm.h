@@ -25,10 +25,10 @@ inline constexpr int kPanel = 32;
 inline constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 inline constexpr int kTileVectors = 4;
 
-// A tile of 12 sums uses each number of the weights too seldom to convert it: many rows multiply
-// weights that were converted before.
+// A tile of 12 sums uses each number of the weights too seldom to convert it in two instructions:
+// many rows multiply weights that were converted before. Half takes one instruction.
 template <class T>
-inline constexpr bool kWidens = kLanes < 16 && sizeof(T) == 2;
+inline constexpr bool kWidens = kLanes < 16 && std::is_same_v<T, BFloat16>;
 
 // Rows that callers should pass at a time: a multiple of the tile height, small enough for C to
 // stay in L1. More where all of them use what is converted once.
@@ -101,6 +101,19 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1,
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, first + v, 1);
   const auto step = [&](int64_t i, int64_t next) IPEX_LAMBDA {
+    if constexpr (kLanes < 16 && sizeof(W) == 2) {
+      // 12 sums and 4 converted vectors leave no register for x: one vector at a time.
+      f32v x[kRows];
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) x[r] = set1(a[r * lda + i]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const f32v b = load(w[v] + i * kPanel);
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) acc[r][v] = fma(x[r], b, acc[r][v]);
+      }
+      return;
+    }
     f32v b[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -233,10 +246,6 @@ inline void convert_panel(const BFloat16* p, int64_t k, float* to) {
     }
 }
 
-inline void convert_panel(const Half* p, int64_t k, float* to) {
-  for (int64_t i = 0; i < k * kPanel; i += kLanes) store(to + i, load(p + i));
-}
-
 // Calls f(d, depth, w0, w1) for pieces of one or two panels in float, from step d on.
 template <class T, class F>
 IPEX_INLINE void for_widened(const T* p0, const T* p1, int64_t k, const F& f) {
@@ -247,16 +256,6 @@ IPEX_INLINE void for_widened(const T* p0, const T* p1, int64_t k, const F& f) {
     if (p1) convert_panel(p1 + d * kPanel, depth, wide[1]);
     f(d, depth, wide[0], p1 ? wide[1] : nullptr);
   }
-}
-
-// A in float, rows lda elements apart.
-template <class T>
-void panels_widened(const float* a, int64_t lda, int64_t rows, const T* p0, const T* p1, int64_t k,
-                    float* c, int64_t ldc, bool accumulate) {
-  for_widened(p0, p1, k,
-              [&](int64_t d, int64_t depth, const float* w0, const float* w1) IPEX_LAMBDA {
-                panels_fma(a + d, lda, rows, w0, w1, depth, c, ldc, accumulate || d > 0);
-              });
 }
 
 // Any type, with A converted piece by piece.
@@ -272,7 +271,7 @@ void panels_converted(const T* a, int64_t lda, int64_t rows, const T* p0, const 
     }
   };
   if constexpr (kWidens<T>) {
-    if (rows >= kWideRows<T>) return for_widened(p0, p1, k, piece);
+    if (rows >= kWideRows) return for_widened(p0, p1, k, piece);
   }
   for (int64_t d = 0; d == 0 || d < k; d += kDepth)  // as above
     piece(d, k - d < kDepth ? k - d : kDepth, p0 + d * kPanel, p1 ? p1 + d * kPanel : nullptr);
@@ -497,7 +496,13 @@ inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64
 template <class W>
 IPEX_INLINE void multiply_float(const float* a, int64_t lda, int64_t rows, const W* p0, const W* p1,
                                 int64_t k, float* c, int64_t ldc, bool accumulate) {
-  panels_fma(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+  const auto piece = [&](int64_t d, int64_t depth, const auto* w0, const auto* w1) IPEX_LAMBDA {
+    panels_fma(a + d, lda, rows, w0, w1, depth, c, ldc, accumulate || d > 0);
+  };
+  if constexpr (kWidens<W>) {
+    if (rows >= kWideRows) return for_widened(p0, p1, k, piece);
+  }
+  piece(0, k, p0, p1);
 }
 
 // Elements between two panels.

@@ -52,32 +52,32 @@ void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
     }
   }
 #endif
-  if constexpr (kWidens<T>) {
-    auto* wide = reinterpret_cast<float*>(scratch);
-    const int64_t stride = (g.k + 1) / 2 * 2,
-                  floats = kGemmScratch / static_cast<int64_t>(sizeof(float));
+  // Where rows become float, all panels meet rows that were converted once.
+  float* wide = nullptr;
+  int64_t step = g.rows;
+  const int64_t stride = (g.k + 1) / 2 * 2;
+  if constexpr (kLanes < 16 && sizeof(T) == 2) {
+    constexpr int64_t floats = kGemmScratch / static_cast<int64_t>(sizeof(float));
     const int64_t most = stride ? floats / stride / kRowStep<T> * kRowStep<T> : 0;
-    if (wide && most && g.rows >= kWideRows<T>) {  // all panels meet rows that were converted once
-      for (int64_t r = 0; r < g.rows; r += most) {
-        const int64_t rows = g.rows - r < most ? g.rows - r : most;
-        convert_rows(g.x + r * g.x_stride, g.x_stride, rows, g.k, wide, stride);
-        gemm_block_rows(g, r, rows,
-                        [&](int64_t i, int64_t n, int64_t d, const T* p0, const T* p1,
-                            int64_t depth, float* c, int64_t ldc, bool accumulate) IPEX_LAMBDA {
-                          panels_widened(wide + i * stride + d, stride, n, p0, p1, depth, c, ldc,
-                                         accumulate);
-                        });
-      }
-      return;
+    if (scratch && most && g.rows >= kWideRows) {
+      wide = reinterpret_cast<float*>(scratch);
+      step = most;
     }
   }
   TileScope scope;
-  gemm_block_rows(g, 0, g.rows,
-                  [&](int64_t i, int64_t n, int64_t d, const T* p0, const T* p1, int64_t depth,
-                      float* c, int64_t ldc, bool accumulate) IPEX_LAMBDA {
-                    multiply(scope, g.x + i * g.x_stride + d, g.x_stride, n, p0, p1, depth, c, ldc,
-                             accumulate);
-                  });
+  for (int64_t r = 0; r < g.rows; r += step) {
+    const int64_t rows = g.rows - r < step ? g.rows - r : step;
+    if (wide) convert_rows(g.x + r * g.x_stride, g.x_stride, rows, g.k, wide, stride);
+    const auto product = [&](int64_t i, int64_t n, int64_t d, const T* p0, const T* p1,
+                             int64_t depth, float* c, int64_t ldc, bool accumulate) IPEX_LAMBDA {
+      if (wide)
+        multiply_float(wide + i * stride + d, stride, n, p0, p1, depth, c, ldc, accumulate);
+      else
+        multiply(scope, g.x + (r + i) * g.x_stride + d, g.x_stride, n, p0, p1, depth, c, ldc,
+                 accumulate);
+    };
+    gemm_block_rows(g, r, rows, product);
+  }
 }
 
 }  // namespace

@@ -6,8 +6,6 @@
 
 #include <cstdint>
 
-#include "ipex/kernel.h"
-
 namespace ipex {
 
 inline constexpr int64_t kTileRowsMost = 256;
@@ -20,11 +18,7 @@ inline constexpr int64_t kTileScratchX = kTileRowsMost * kTileDepth * 2;
 inline constexpr int64_t kTileScratchC = kTileRowsMost * kTilePanelsMost * 32 * 4;
 inline constexpr int64_t kGemmScratch = kTileScratchX + kTileScratchC;
 
-// Rows from which 16-bit numbers are converted before they are multiplied as floats. Half takes one
-// instruction for each vector in a tile, BFloat16 two.
-template <class T>
-inline constexpr int64_t kWideRows = 24;
-template <>
-inline constexpr int64_t kWideRows<BFloat16> = 12;
+// Rows from which 16-bit numbers are converted before they are multiplied as floats.
+inline constexpr int64_t kWideRows = 12;
 
 }  // namespace ipex
