@@ -100,6 +100,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 8,
         },
     ),
+    # Heads that forget at fixed rates, residuals from norms with factors.
+    "minimax": (
+        "MiniMax",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+            "linear_attn_alpha_factor": 2.5,
+            "full_attn_alpha_factor": 3.0,
+            "mlp_alpha_factor": 3.5,
+        },
+    ),
+    # As the models are: transformers counts the tokens of the first layer, which has none.
+    "minimax_uncounted": (
+        "MiniMax",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        },
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "falcon_h1": (
         "FalconH1",

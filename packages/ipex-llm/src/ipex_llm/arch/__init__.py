@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionPlan",
     "ConvPlan",
+    "DecayPlan",
     "DecoderPlan",
     "DeltaPlan",
     "ExpertNormsPlan",
@@ -277,8 +278,29 @@ class SelectivePlan(ConvPlan):
     # rows of `input`: x, gate
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecayPlan:
+    """Linear attention whose heads forget at fixed rates, a norm of all heads and a gate (MiniMax).
+
+    Token by token ``S = exp(-rate) * S + outer(k, v)`` and ``y = q @ S``: the op ``ssd_scan`` with steps of one.
+    """
+
+    input: LinearPlan  # rows: q, k, v, of all heads each; gate, of which there is a sigmoid
+    output: LinearPlan
+    rates: Tensor  # [heads], positive
+    norm: NormPlan
+    heads: int
+    head_dim: int
+    activation: Activation  # of q, k and v
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.heads * self.head_dim
+
+
 #: A block that keeps a state of fixed size instead of keys and values.
-MixerPlan = ConvPlan | DeltaPlan | ScanPlan | SelectivePlan
+MixerPlan = ConvPlan | DeltaPlan | ScanPlan | SelectivePlan | DecayPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -485,6 +507,8 @@ class LayerPlan:
     side: SidePlan | None = None
     #: The residual is what the norm (of either block) gave, not what it read (Bloom's option).
     residual_after_norm: bool = False
+    #: With `residual_after_norm`: factors on it where the first block, and the second one, is added (MiniMax).
+    residual_factors: tuple[float, float] = (1.0, 1.0)
     #: Factor on the stream behind all blocks (Gemma 4).
     stream_scale: float = 1.0
     token_block: TokenBlockPlan | None = None

@@ -19,6 +19,7 @@ import ipex_core  # noqa: F401  (registers the ops)
 from ipex_llm.arch import (
     AttentionPlan,
     ConvPlan,
+    DecayPlan,
     DecoderPlan,
     DeltaPlan,
     ExpertsPlan,
@@ -298,6 +299,25 @@ def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
     """Return the input of the output projection of a block with a state, for the rows ``[T, ...]`` of `plan.input`."""
     rows, count = rows.float(), rows.shape[0]
     texts = tuple(torch.tensor(n, dtype=torch.int32) for n in ([0, count], [count], [0]))
+    if isinstance(plan, DecayPlan):
+        *parts, gate = rows.split(plan.width, dim=-1)
+        heads = (activate(plan.activation, t).unflatten(-1, (plan.heads, -1)) for t in parts)
+        query, key, value = heads
+        none = rows.new_zeros(plan.heads)
+        y = torch.ops.ipex.ssd_scan(
+            *(
+                value,
+                rows.new_zeros(count, plan.heads),
+                -plan.rates.float(),
+                key,
+                query,
+                none,
+                none,
+            ),
+            rows.new_zeros(1, plan.heads, plan.head_dim, plan.head_dim),
+            *(*texts, 1.0, 1.0),
+        )
+        return run_norm(plan.norm, y.flatten(1)) * torch.sigmoid(gate)
     if isinstance(plan, DeltaPlan):
         keys, values = plan.groups * plan.key_dim, plan.heads * plan.value_dim
         qkv, z, b, a = rows.split(plan.widths, dim=-1)
@@ -562,12 +582,13 @@ def _run_layer(
     if plan.parallel:
         mlp_input = x if plan.mlp_norm is None else run_norm(plan.mlp_norm, h)
         return h + attention + _feed_forward(plan, mlp_input, h, parallel)
-    h = (x if plan.residual_after_norm else h) + attention
+    h = (x * plan.residual_factors[0] if plan.residual_after_norm else h) + attention
     h = h if plan.low is None else h * plan.low.factor
     if plan.mlp is None:
         return h
     x = run_norm(plan.mlp_norm, h)
-    h = (x if plan.residual_after_norm else h) + _feed_forward(plan, x, h, parallel)
+    more = _feed_forward(plan, x, h, parallel)
+    h = (x * plan.residual_factors[1] if plan.residual_after_norm else h) + more
     if plan.token_block is not None:
         h = h + _token_block(plan.token_block, h, part)
     return h * plan.stream_scale

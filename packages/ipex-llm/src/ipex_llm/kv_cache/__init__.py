@@ -176,21 +176,23 @@ class StateShape:
     """What one layer stores for a whole sequence: the last steps of a short convolution, and the state of a recurrence.
 
     Attributes:
-        history: Steps and channels.
+        history: Steps and channels; None: there is no convolution.
         state: Heads, keys and values, or keys and values, float32; None: there is no recurrence.
         dtype: dtype of the steps.
         values_first: Whether caches of transformers store the state with values before keys.
+        portable: Whether caches of transformers store it at all.
     """
 
-    history: tuple[int, int]
+    history: tuple[int, int] | None
     state: tuple[int, ...] | None
     dtype: torch.dtype
     values_first: bool = False
+    portable: bool = True
 
     @property
     def bytes(self) -> int:
         """Memory of one sequence."""
-        size = math.prod(self.history) * self.dtype.itemsize
+        size = 0 if self.history is None else math.prod(self.history) * self.dtype.itemsize
         return size + (0 if self.state is None else 4 * math.prod(self.state))
 
 
@@ -266,7 +268,11 @@ class PagedCache:
         for index, shape in enumerate(self.states):
             if shape is not None:
                 place: Any = {"device": self.device}
-                found[index] = [torch.zeros(count, *shape.history, dtype=shape.dtype, **place)]
+                found[index] = []
+                if shape.history is not None:
+                    found[index].append(
+                        torch.zeros(count, *shape.history, dtype=shape.dtype, **place)
+                    )
                 if shape.state is not None:
                     found[index].append(torch.zeros(count, *shape.state, **place))
         return found

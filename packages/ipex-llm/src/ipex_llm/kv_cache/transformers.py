@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import typing
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -311,8 +312,21 @@ def is_filled(cache: Any) -> bool:
     return bool(cache.get_seq_length() > 0)
 
 
-def give_up(cache: Any, config: Any) -> bool:
-    """Turn an `IpexCache` into the cache that transformers makes for a configuration, with the same contents.
+def _linear_class(decoder: Any) -> Any:
+    """Return the class of caches that a decoder's forward names, if it keeps states of linear attention, or None."""
+    parameters = inspect.signature(decoder.forward).parameters
+    found = parameters.get("cache", parameters.get("past_key_values"))
+    kinds = () if found is None else typing.get_args(found.annotation) or (found.annotation,)
+    return next((kind for kind in kinds if hasattr(kind, "set_linear_cache")), None)
+
+
+def give_up(cache: Any, config: Any, decoder: Any) -> bool:
+    """Turn an `IpexCache` into the cache that transformers makes for a decoder, with the same contents.
+
+    Args:
+        cache: The cache.
+        config: Of the decoder.
+        decoder: Its stock class.
 
     Returns:
         False if this transformers keeps states in caches of another form, and there are some.
@@ -321,11 +335,14 @@ def give_up(cache: Any, config: Any) -> bool:
 
     state = state_of_cache(cache)
     assert state is not None
-    if state.length and not hasattr(DynamicCache, "update_recurrent_state"):
+    linear = _linear_class(decoder)
+    portable = all(shape is None or shape.portable for shape in state.cache.states)
+    plain = portable and hasattr(DynamicCache, "update_recurrent_state")
+    if state.length and not plain and linear is None:
         return False
-    set_class(cache, DynamicCache)
+    set_class(cache, linear or DynamicCache)
     cache.__dict__.clear()
-    DynamicCache.__init__(cache, config=config)
+    cache.__init__(**({} if linear else {"config": config}))
     if not state.length:
         return True
     rows = torch.tensor(state.sequences.states)
@@ -339,6 +356,9 @@ def give_up(cache: Any, config: Any) -> bool:
         found = [part[rows] for part in state.cache.states_of(index)]
         for part in found:
             part[~begun] = 0
+        if linear or shape.history is None:
+            cache.set_linear_cache(index, found[0].to(state.dtype))
+            continue
         steps = found[0].transpose(1, 2)
         cache.update_conv_state(steps, index, conv_kernel_size=shape.history[0] + 1)
         if shape.state is not None:

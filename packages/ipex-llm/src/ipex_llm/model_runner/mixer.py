@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_llm.arch import ConvPlan, DeltaPlan, MixerPlan, ScanPlan, SelectivePlan
+from ipex_llm.arch import ConvPlan, DecayPlan, DeltaPlan, MixerPlan, ScanPlan, SelectivePlan
 from ipex_llm.arch.reference import (
     bias_of,
     filter_of,
@@ -24,7 +24,7 @@ from ipex_llm.arch.reference import (
 )
 from ipex_llm.kv_cache import StateShape
 from ipex_llm.model_runner.dense import Linear, WeightStore
-from ipex_llm.model_runner.feed_forward import opened
+from ipex_llm.model_runner.feed_forward import opened, pointwise
 
 Tensor = torch.Tensor
 
@@ -34,16 +34,16 @@ class Mixer:
     """What ops read besides the linear layers at both ends, float32.
 
     Attributes:
-        taps: Filter ``[W, D]``.
+        taps: Filter ``[W, D]``, or None.
         bias: ``[D]``, or None.
         vectors: ``[H]``: A and dt_bias, and D of Mamba-2; of Mamba A ``[N, D]``, D and dt_bias. A gated delta net
-            with a step for each key has dt_bias ``[H, K]``.
+            with a step for each key has dt_bias ``[H, K]``. Of fixed rates: A, and zeros.
         up: From rows of low rank to the gates and steps of a gated delta net.
         middle: Linear layer behind the convolution of Mamba.
         step: From what steps are made of to the steps of Mamba, without its bias.
     """
 
-    taps: Tensor
+    taps: Tensor | None
     bias: Tensor | None
     vectors: tuple[Tensor, ...] = ()
     up: tuple[Linear, Linear] | None = None
@@ -53,6 +53,9 @@ class Mixer:
 
 def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
     """Return the constants of a block."""
+    if isinstance(plan, DecayPlan):
+        rates = plan.rates.detach().float()
+        return Mixer(None, None, (-rates, torch.zeros_like(rates)))
     for name in ("weight", "bias"):
         store.watch(plan.conv, name)
     vectors: tuple[Tensor, ...] = ()
@@ -80,6 +83,8 @@ def _pack_selective(store: WeightStore, plan: SelectivePlan) -> Mixer:
 
 def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
     """Return what a block stores for a sequence."""
+    if isinstance(plan, DecayPlan):
+        return StateShape(None, (plan.heads, plan.head_dim, plan.head_dim), dtype, portable=False)
     history = plan.taps - 1, plan.channels
     if isinstance(plan, DeltaPlan):
         return StateShape(history, (plan.heads, plan.key_dim, plan.value_dim), dtype)
@@ -92,6 +97,8 @@ def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
 
 def state_parts(plan: MixerPlan) -> tuple[str, ...]:
     """Return the names of the tensors in which a block stores its state."""
+    if isinstance(plan, DecayPlan):
+        return ("state",)
     recurrent = isinstance(plan, (DeltaPlan, ScanPlan, SelectivePlan))
     return ("history", "state") if recurrent else ("history",)
 
@@ -111,6 +118,8 @@ def write_mixer(
     Returns:
         What the output projection reads.
     """
+    if isinstance(plan, DecayPlan):
+        return _decay(writer, index, plan, weights, rows)
     if isinstance(plan, DeltaPlan):
         return _delta(writer, index, plan, weights, rows)
     if isinstance(plan, ScanPlan):
@@ -128,6 +137,7 @@ def _convolve(
     writer: Any, index: int, plan: ConvPlan, weights: Mixer, x: Register, activation: str
 ) -> Register:
     constant = writer.b.constant
+    assert weights.taps is not None
     bias = None if weights.bias is None else constant(weights.bias)
     result: Register = writer.b.call(
         "causal_conv1d_varlen",
@@ -147,6 +157,24 @@ def _parts(writer: Any, rows: Register, *widths: int) -> list[Register]:
 def _heads(writer: Any, x: Register, heads: int, width: int) -> Register:
     result: Register = writer.b.call("reshape", x, [0, heads, width])
     return result
+
+
+def _decay(writer: Any, index: int, plan: DecayPlan, weights: Mixer, rows: Register) -> Register:
+    b, dtype = writer.b, writer.e.store.dtype
+    qkv, gate = _parts(writer, rows, 3 * plan.width, plan.width)
+    qkv = pointwise(b, [qkv], [], [(plan.activation, 0)], dtype)
+    parts = _parts(writer, qkv, *[plan.width] * 3)
+    query, key, value = (_heads(writer, one, plan.heads, plan.head_dim) for one in parts)
+    factor, none = map(b.constant, weights.vectors)
+    # Between one and one, each step is one, whatever the numbers in its place are.
+    steps = b.call("narrow", gate, 1, 0, plan.heads)
+    y = b.call(
+        "ssd_scan",
+        *(value, steps, factor, key, query, none, none),
+        *(writer.state_caches[index][0], *writer.texts, 1.0, 1.0),
+    )
+    normed = writer.norm(plan.norm, b.call("reshape", y, [0, plan.width]))
+    return opened(b, "sigmoid", gate, normed, dtype)
 
 
 def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Register) -> Register:

@@ -661,7 +661,7 @@ class Writer:
         if attention is None:
             return self.mlp(layer, w, x, h)
         if layer.residual_after_norm:
-            h = x
+            h = self._kept(x, layer.residual_factors[0])
         attended = self.attention(index, attention, w, x)
         assert w.output is not None
         if layer.beside is not None:
@@ -678,7 +678,7 @@ class Writer:
             h, rest = write_low_rank(self, layer.low, w.low, x, h, rest), None
         y, h = self._normed(layer.mlp_norm, h, rest)
         if layer.residual_after_norm:
-            h = y
+            h = self._kept(y, layer.residual_factors[1])
         h, rest = self.mlp(layer, w, y, h)
         if layer.stream_scale == 1.0 and layer.token_block is None:
             return h, rest
@@ -689,6 +689,11 @@ class Writer:
         if layer.stream_scale != 1.0:
             total = self.b.call("mul", total, layer.stream_scale)
         return total, None
+
+    def _kept(self, x: Register, factor: float) -> Register:
+        """Write what is left of the residual."""
+        result: Register = x if factor == 1.0 else self.b.call("mul", x, factor)
+        return result
 
     def _block(
         self,

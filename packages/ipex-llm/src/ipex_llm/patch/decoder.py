@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.module_swap.base import original_class
 from ipex_llm.arch.detect import Facts
 from ipex_llm.kv_cache.transformers import CacheState, adopt, give_up, state_of_cache
 from ipex_llm.model_runner import Runner
@@ -197,7 +198,8 @@ class DecoderMixin(nn.Module):
             # The states of recurrent layers are in a form of their own, which the stock forward does not know. The
             # keys of indexers were not kept.
             lost = indexed and state.length > 0
-            if lost or not give_up(cache, getattr(self, "config", None)):
+            stock = original_class(self)
+            if lost or not give_up(cache, getattr(self, "config", None), stock):
                 raise NotImplementedError(
                     f"{type(self).__name__}: a call with a cache must go on as it began, got {why}: pass"
                     " use_cache=False, or begin again without a cache"

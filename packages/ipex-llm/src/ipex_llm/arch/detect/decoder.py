@@ -113,6 +113,27 @@ def _factor(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
     return 1.0 if abs(scale - 1.0) < close else scale
 
 
+def _factors(total: Tensor, residual: Tensor, added: Tensor) -> tuple[float, float] | None:
+    """Return r and s of ``total = r * residual + s * added``, or None if none fit."""
+    scale = _factor(total, residual, added)
+    if scale is not None:
+        return 1.0, scale
+    parts = torch.stack([residual.double().flatten(), added.double().flatten()])
+    wanted = total.double().flatten()
+    if bool(torch.linalg.matrix_rank(parts) < 2):
+        return None
+    first = float(torch.linalg.solve(parts @ parts.t(), parts @ wanted)[0])
+    scale = None if abs(first) < 1e-3 else _factor(total, first * residual.double(), added)
+    return None if scale is None else (first, scale)
+
+
+def _snapped(layer: nn.Module, factor: float) -> float:
+    """Return the number of a layer that is nearest to a factor that was found, or the factor if none is near."""
+    numbers = [1.0, *(float(v) for v in vars(layer).values() if isinstance(v, (int, float)))]
+    nearest = min(numbers, key=lambda one: abs(one - factor))
+    return nearest if abs(nearest - factor) < 1e-2 * abs(factor) else factor
+
+
 def _plain_sum(total: Tensor, residual: Tensor, added: Tensor) -> float | None:
     """Return 1 if ``total = residual + added``, or None."""
     off = distance(residual.double() + added.double(), total.double())
@@ -427,16 +448,18 @@ def _sequential(flow: _Flow, plan: LayerPlan) -> Layer | None:
             return Layer(dataclasses.replace(plan, residual_scale=scale))
     # The residual is what the norm gave.
     start = flow.h if flow.input_norm is None else flow.trace.output(flow.input_norm)
-    scale = _factor(middle, start, flow.attention)
+    before = _factors(middle, start, flow.attention)
     last_norm = flow.giving(flow.y)
     total = flow.y if last_norm is None else flow.trace.input(last_norm)
-    last = _factor(total, flow.mlp_in, flow.mlp)
-    if scale is None or last is None or norm is None or abs(last - scale) > 1e-2:
+    behind = _factors(total, flow.mlp_in, flow.mlp)
+    if before is None or behind is None or norm is None or abs(behind[1] - before[1]) > 1e-2:
         return None
     if (flow.input_norm is None) != (last_norm is not None):
         return None  # a chain that has both, or neither
+    kept = _snapped(plan.module, before[0]), _snapped(plan.module, behind[0])
+    scale = _snapped(plan.module, before[1])
     plan = dataclasses.replace(plan, residual_scale=scale, residual_after_norm=True)
-    return Layer(plan, flow.plan(last_norm))
+    return Layer(dataclasses.replace(plan, residual_factors=kept), flow.plan(last_norm))
 
 
 def _holders(trace: Trace) -> list[tuple[str, nn.Module, nn.ModuleList]]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ipex_llm.arch import (
     ConvPlan,
+    DecayPlan,
     DeltaPlan,
     LinearPlan,
     MixerPlan,
@@ -24,7 +25,7 @@ from ipex_llm.arch import (
     ScanPlan,
     SelectivePlan,
 )
-from ipex_llm.arch.detect.parts import linear_plan, match_norm, with_factor
+from ipex_llm.arch.detect.parts import activations_of, linear_plan, match_norm, with_factor
 from ipex_llm.arch.detect.trace import (
     Config,
     Trace,
@@ -56,9 +57,18 @@ def _convolution(module: nn.Module) -> nn.Conv1d | None:
     return found[0] if plain and found[0].stride == found[0].dilation == (1,) else None
 
 
+def _rates(module: nn.Module) -> Tensor | None:
+    """Return the fixed rates of the heads of a block that has a norm, ``[H]``, or None."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    found = [t for t in own if t is not None and t.ndim == 3 and t.shape[1:] == (1, 1)]
+    norms = sum(is_norm(m) for m in module.children())
+    return found[0].detach().flatten() if [len(found), norms] == [1, 1] else None
+
+
 def find_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the block of a layer that has a short convolution."""
-    found = [child for child in layer.children() if _convolution(child) is not None]
+    """Return the block of a layer that has a short convolution, or heads that forget at fixed rates."""
+    parts = layer.children()
+    found = [one for one in parts if _convolution(one) is not None or _rates(one) is not None]
     return found[0] if len(found) == 1 else None
 
 
@@ -88,10 +98,11 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     if scale != 1.0 and biased:
         raise trace.error(module, "scales the input of a projection with a bias")
     rows = getattr(own, "mup_vector", None)  # of what the projection gives
-    if owner is not None:
-        candidates: Iterator[MixerPlan] = _deltas_of_keys(
-            own, owner, inner, ups, outer[0], expected
-        )
+    rates = _rates(module)
+    if rates is not None:
+        candidates: Iterator[MixerPlan] = _fixed(trace, module, rates, inner, outer[0], expected)
+    elif owner is not None:
+        candidates = _deltas_of_keys(own, owner, inner, ups, outer[0], expected)
     elif any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
         candidates = _recurrences(config, own, inner, outer[0], expected.shape[-1])
     else:
@@ -110,7 +121,7 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     if plan is None:
         name = type(module).__name__
         if off == float("inf"):
-            known = "a short convolution, a gated delta net or Mamba-2"
+            known = "a short convolution, a gated delta net, Mamba-2 or lightning attention"
             raise trace.error(module, f"{name} has not the parts of {known}")
         raise trace.error(module, f"{name} computes something else (off by {off:.1e})")
     return dataclasses.replace(plan, input=with_factor(plan.input, scale))
@@ -126,6 +137,32 @@ def _convolutions(
     widths = [getattr(m, "out_features", 0) for m in modules]
     if sum(widths) == 3 * channels:
         yield ConvPlan(linear_plan(*modules), linear_plan(output), conv)
+
+
+def _fixed(
+    trace: Trace,
+    module: nn.Module,
+    rates: Tensor,
+    inner: list[tuple[str, nn.Module]],
+    output: nn.Module,
+    expected: Tensor,
+) -> Iterator[MixerPlan]:
+    """Yield linear attentions whose heads forget at fixed rates; a fused projection goes by heads or by parts."""
+    heads, width = len(rates), expected.shape[-1]
+    size = width // heads
+    sizes = {int(getattr(m, "out_features", 0)): m for _, m in inner}
+    norm = next(m for m in module.children() if is_norm(m))
+    if sorted(sizes) != [width, 3 * width] or width % heads or not trace.ran(norm):
+        return
+    rows = torch.arange(3 * width).view(heads, 3, size).transpose(0, 1).flatten()
+    for order in (torch.cat([rows, torch.arange(3 * width, 4 * width)]), None):
+        linear = linear_plan(sizes[3 * width], sizes[width], order=order)
+        for name in activations_of(module):
+            if name in ("silu", "gelu", "gelu_tanh", "relu"):
+                yield DecayPlan(
+                    *(linear, linear_plan(output), rates, match_norm(trace, norm)),
+                    *(heads, size, name),
+                )
 
 
 def _recurrences(

@@ -31,7 +31,8 @@ class Probe:
         run: Model -> what is compared.
         call: What kind of call it is, of `CALLS`; empty: one that every model must answer.
         whole: Model -> what is right, too, for models with states: what the whole text gives. Mamba of transformers
-            forgets its state at each part of a prompt, and takes no mask that is longer than the part.
+            forgets its state at each part of a prompt, and takes no mask that is longer than the part. MiniMax counts
+            the tokens of its first layer, which has none.
     """
 
     name: str
@@ -143,6 +144,17 @@ def _generated(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
     return [made.float()]
 
 
+def _chosen(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Return what `_generated` must give, from calls without a cache."""
+    for _ in range(5):
+        result = outcome(
+            model(input_ids=ids, attention_mask=mask, position_ids=_places(mask), use_cache=False)
+        )
+        ids = torch.cat([ids, result[:, -1:].argmax(-1)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    return [ids.float()]
+
+
 def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> Iterator[Probe]:
     """Yield the probes of a small model.
 
@@ -161,19 +173,16 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
         yield Probe(name, partial(_plain, ids=text))
     yield Probe("one token", lambda m: [outcome(m(input_ids=ids[:, :1], use_cache=False))])
     half = max(1, length // 4)
-    yield Probe(
-        "a cache, token by token",
-        lambda m: _steps(m, ids, [half, *range(half + 1, length + 1)]),
-        RESTARTS,
-    )
-    cuts = sorted({half, min(2 * half + 1, length), length - 1, length})
-    sizes = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
-    yield Probe(
-        "a prompt in chunks",
-        lambda m: _steps(m, ids, cuts),
-        RESTARTS,
-        lambda m: list(_plain(m, ids)[0].split(sizes, dim=1)),
-    )
+    single = [half, *range(half + 1, length + 1)]
+    chunks = sorted({half, min(2 * half + 1, length), length - 1, length})
+    for name, cuts in (("a cache, token by token", single), ("a prompt in chunks", chunks)):
+        sizes = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
+        yield Probe(
+            name,
+            partial(_steps, ids=ids, cuts=cuts),
+            RESTARTS,
+            lambda m, sizes=sizes: list(_plain(m, ids)[0].split(sizes, dim=1)),
+        )
     if length < 8:
         return
     ones = torch.ones_like(ids)
@@ -228,4 +237,9 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
         "position_ids",
     )
     if loop:
-        yield Probe("generate", lambda m: _generated(m, ids[:, :6], mask[:, :6]), "generate")
+        yield Probe(
+            "generate",
+            lambda m: _generated(m, ids[:, :6], mask[:, :6]),
+            "generate",
+            lambda m: _chosen(m, ids[:, :6], mask[:, :6]),
+        )

@@ -20,6 +20,7 @@ from ipex_core.kernels.machine import own_threads
 from ipex_core.module_swap.base import original_class
 from ipex_llm.arch import (
     AttentionPlan,
+    DecayPlan,
     DecoderPlan,
     DeltaPlan,
     ExpertsPlan,
@@ -131,7 +132,8 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         delta: tuple[object, ...] = ()
         if isinstance(plan, DeltaPlan):
             delta = plan.strength, plan.each, plan.opening, plan.lowest < 0, plan.up is None
-        return type(plan), plan.conv.bias is None, norm, groups, *delta, *order
+        bias = None if isinstance(plan, DecayPlan) else plan.conv.bias
+        return type(plan), bias is None, norm, groups, *delta, *order
     rope = plan.rope
     return (
         None if rope is None else (rope.kind, rope.half, rope.turn),
@@ -167,6 +169,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.post_mlp_norm is None,
         plan.parallel,
         plan.residual_after_norm,
+        plan.residual_factors == (1.0, 1.0),
         plan.token_block is None,
         plan.low is None,
         plan.streams is None,
