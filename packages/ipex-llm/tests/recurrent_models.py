@@ -123,6 +123,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
         },
     ),
+    # A recurrence of single channels, windows; the stock model keeps the states in its modules.
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        {
+            "lru_width": 64,
+            "attention_window_size": 8,
+            "block_types": ["recurrent", "attention", "recurrent", "recurrent"],
+        },
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "falcon_h1": (
         "FalconH1",

@@ -30,6 +30,7 @@ __all__ = [
     "LayerPlan",
     "LinearPlan",
     "LowRankPlan",
+    "LruPlan",
     "MixerPlan",
     "MlpPlan",
     "NormPlan",
@@ -279,6 +280,25 @@ class SelectivePlan(ConvPlan):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LruPlan(ConvPlan):
+    """A short convolution, a recurrence of each channel and a gate (RG-LRU of Griffin, RecurrentGemma).
+
+    Two gates are made of what the convolution gives, by products for each block of channels. Token by token
+    ``s = 8 * softplus(rate) * sigmoid(r)`` and ``h = exp(-s) * h + sqrt(1 - exp(-2 * s)) * sigmoid(i) * x``; at
+    position 0 the root is one.
+    """
+
+    module: nn.Module  # has the parameters named below
+    rate: str  # [channels]
+    decay: tuple[
+        str, str
+    ]  # weight [blocks, width, width], in before out, and bias [blocks, width] of r
+    entry: tuple[str, str]  # the same of i
+    activation: Activation  # of the gate
+    # rows of `input`: x, gate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class DecayPlan:
     """Linear attention whose heads forget at fixed rates, a norm of all heads and a gate (MiniMax).
 
@@ -300,7 +320,7 @@ class DecayPlan:
 
 
 #: A block that keeps a state of fixed size instead of keys and values.
-MixerPlan = ConvPlan | DeltaPlan | ScanPlan | SelectivePlan | DecayPlan
+MixerPlan = ConvPlan | DeltaPlan | ScanPlan | SelectivePlan | LruPlan | DecayPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from ipex_llm.arch import (
     LatentPlan,
     LayerPlan,
     LinearPlan,
+    LruPlan,
     MixerPlan,
     MlpPlan,
     NormPlan,
@@ -295,8 +296,11 @@ def _convolve(plan: ConvPlan, x: Tensor, activation: str, texts: tuple[Tensor, .
     return found
 
 
-def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
-    """Return the input of the output projection of a block with a state, for the rows ``[T, ...]`` of `plan.input`."""
+def mix(plan: MixerPlan, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the input of the output projection of a block with a state, for the rows ``[T, ...]`` of `plan.input`.
+
+    `dtype` is what the gates of an RG-LRU are rounded to: ``1 - exp(-2 * s)`` has few digits in 16 bits, as in models.
+    """
     rows, count = rows.float(), rows.shape[0]
     texts = tuple(torch.tensor(n, dtype=torch.int32) for n in ([0, count], [count], [0]))
     if isinstance(plan, DecayPlan):
@@ -362,8 +366,33 @@ def mix(plan: MixerPlan, rows: Tensor) -> Tensor:
         return parts.flatten(1) if weight is None else parts.flatten(1) * weight.float()
     if isinstance(plan, SelectivePlan):
         return _select(plan, rows, texts)
+    if isinstance(plan, LruPlan):
+        return _run_lru(plan, rows, texts, dtype)
     b, c, x = rows.chunk(3, dim=-1)
     return c * _convolve(plan, b * x, "none", texts)
+
+
+def rates_of_lru(plan: LruPlan) -> Tensor:
+    """Return the greatest ``s`` of `LruPlan` for each channel, float32."""
+    return 8.0 * functional.softplus(per_head(plan.module, plan.rate))
+
+
+def _run_lru(plan: LruPlan, rows: Tensor, texts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    x, gate = rows.chunk(2, dim=-1)
+    x = _convolve(plan, x, "none", texts).to(dtype)
+    opened = []
+    for names in (plan.decay, plan.entry):
+        weight, bias = (getattr(plan.module, name).detach().to(dtype) for name in names)
+        blocks = torch.einsum("thi,hio->tho", x.unflatten(-1, (len(weight), -1)), weight)
+        opened.append(torch.sigmoid(blocks + bias).flatten(1))
+    s = opened[0] * rates_of_lru(plan).to(dtype)
+    decay, root = torch.exp(-s).float(), torch.sqrt(1 - torch.exp(-2.0 * s))
+    root[0] = 1.0
+    added = (x * opened[1] * root).float()
+    states = [added[0]]
+    for t in range(1, len(x)):
+        states.append(decay[t] * states[-1] + added[t])
+    return torch.stack(states) * activate(plan.activation, gate)
 
 
 def _select(plan: SelectivePlan, rows: Tensor, texts: tuple[Tensor, ...]) -> Tensor:

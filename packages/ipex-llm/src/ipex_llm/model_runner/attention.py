@@ -201,7 +201,7 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     heads = weight.view(plan.heads, plain + latent.value_dim, latent.rank)
     keys = heads.new_zeros(plan.heads, latent.rank + latent.common, plain)
     keys[:, : latent.rank] = heads[:, :plain].transpose(1, 2)
-    packed = _pack(keys), _pack(heads[:, plain:])
+    packed = pack_blocks(keys), pack_blocks(heads[:, plain:])
     if not quantized:
         part = _UpPart(*packed, latent.rank, latent.common, plain, latent.value_dim, store.dtype)
         store._replace(up, "weight", packed[0], part)
@@ -209,7 +209,8 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     return Latent(*packed, query)
 
 
-def _pack(weights: Tensor) -> Tensor:
+def pack_blocks(weights: Tensor) -> Tensor:
+    """Pack weights ``[B, out, in]`` for ``bmm``."""
     pack = torch.ops.ipex.pack_linear_weight
     return torch.stack([pack(one.contiguous()) for one in weights])
 

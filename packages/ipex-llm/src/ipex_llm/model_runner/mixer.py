@@ -13,16 +13,26 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_llm.arch import ConvPlan, DecayPlan, DeltaPlan, MixerPlan, ScanPlan, SelectivePlan
+from ipex_llm.arch import (
+    ConvPlan,
+    DecayPlan,
+    DeltaPlan,
+    LruPlan,
+    MixerPlan,
+    ScanPlan,
+    SelectivePlan,
+)
 from ipex_llm.arch.reference import (
     bias_of,
     filter_of,
     per_head,
     rates_of,
+    rates_of_lru,
     step_bias,
     step_limits,
 )
 from ipex_llm.kv_cache import StateShape
+from ipex_llm.model_runner.attention import pack_blocks
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import opened, pointwise
 
@@ -37,10 +47,12 @@ class Mixer:
         taps: Filter ``[W, D]``, or None.
         bias: ``[D]``, or None.
         vectors: ``[H]``: A and dt_bias, and D of Mamba-2; of Mamba A ``[N, D]``, D and dt_bias. A gated delta net
-            with a step for each key has dt_bias ``[H, K]``. Of fixed rates: A, and zeros.
+            with a step for each key has dt_bias ``[H, K]``. Of fixed rates: A, and zeros. Of an RG-LRU: rates and the
+            biases of both gates ``[blocks, width]``, and A and zeros of its scan.
         up: From rows of low rank to the gates and steps of a gated delta net.
         middle: Linear layer behind the convolution of Mamba.
         step: From what steps are made of to the steps of Mamba, without its bias.
+        blocks: Packed products for the gates of an RG-LRU, see ``bmm``.
     """
 
     taps: Tensor | None
@@ -49,6 +61,7 @@ class Mixer:
     up: tuple[Linear, Linear] | None = None
     middle: Linear | None = None
     step: Linear | None = None
+    blocks: tuple[Tensor, ...] = ()
 
 
 def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
@@ -69,6 +82,8 @@ def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
         return Mixer(*filter_of(plan), (vectors[0], step_bias(plan)), up)
     if isinstance(plan, SelectivePlan):
         return _pack_selective(store, plan)
+    if isinstance(plan, LruPlan):
+        return _pack_lru(store, plan)
     return Mixer(*filter_of(plan), vectors)
 
 
@@ -79,6 +94,19 @@ def _pack_selective(store: WeightStore, plan: SelectivePlan) -> Mixer:
     vectors = rates_of(plan.module), per_head(plan.module, "D"), bias_of(module)
     step = dataclasses.replace(store.linear(plan.step), bias=None)
     return Mixer(*filter_of(plan), vectors, None, store.linear(plan.middle), step)
+
+
+def _pack_lru(store: WeightStore, plan: LruPlan) -> Mixer:
+    for name in (plan.rate, *plan.decay, *plan.entry):
+        store.watch(plan.module, name)
+    weights, biases = (
+        [getattr(plan.module, names[part]).detach() for names in (plan.decay, plan.entry)]
+        for part in (0, 1)
+    )
+    blocks = (pack_blocks(one.to(store.dtype).transpose(1, 2)) for one in weights)
+    rates = rates_of_lru(plan)
+    numbers = (*(one.float() for one in biases), -torch.ones(1, plan.channels), 0.0 * rates)
+    return Mixer(*filter_of(plan), (rates.view_as(biases[0]), *numbers), blocks=tuple(blocks))
 
 
 def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
@@ -92,6 +120,8 @@ def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
         return StateShape(history, (plan.heads, plan.state_dim, plan.head_dim), dtype, True)
     if isinstance(plan, SelectivePlan):
         return StateShape(history, (plan.state_dim, plan.channels), dtype, True)
+    if isinstance(plan, LruPlan):
+        return StateShape(history, (1, plan.channels), dtype, portable=False)
     return StateShape(history, None, dtype)
 
 
@@ -99,7 +129,7 @@ def state_parts(plan: MixerPlan) -> tuple[str, ...]:
     """Return the names of the tensors in which a block stores its state."""
     if isinstance(plan, DecayPlan):
         return ("state",)
-    recurrent = isinstance(plan, (DeltaPlan, ScanPlan, SelectivePlan))
+    recurrent = isinstance(plan, (DeltaPlan, ScanPlan, SelectivePlan, LruPlan))
     return ("history", "state") if recurrent else ("history",)
 
 
@@ -126,6 +156,8 @@ def write_mixer(
         return _scan(writer, index, plan, weights, rows)
     if isinstance(plan, SelectivePlan):
         return _select(writer, index, plan, weights, rows)
+    if isinstance(plan, LruPlan):
+        return _lru(writer, index, plan, weights, rows)
     b, width = writer.b, plan.channels
     first, gate, x = (b.call("narrow", rows, 1, i * width, width) for i in range(3))
     y = _convolve(writer, index, plan, weights, b.call("mul", first, x), "none")
@@ -262,3 +294,38 @@ def _select(
     )
     result: Register = b.call("silu_mul", gate, y)
     return result
+
+
+def _lru(writer: Any, index: int, plan: LruPlan, weights: Mixer, rows: Register) -> Register:
+    """Write an RG-LRU: a scan of Mamba with one number for each channel.
+
+    The scan's step ``log(1 + exp(d))`` is to be ``s``, so ``d = s + log(1 - exp(-s))``; what it multiplies with the
+    step is divided by it.
+    """
+    b, wide = writer.b, torch.float32
+    count, width = weights.vectors[0].shape
+    x, gate = _parts(writer, rows, plan.channels, plan.channels)
+    x = _heads(writer, _convolve(writer, index, plan, weights, x, "none"), count, width)
+    swapped = b.call("transpose", x, 0, 1)
+    gates = (b.call("bmm", swapped, b.constant(w), None, 1.0, width) for w in weights.blocks)
+    decay, entry = (b.call("transpose", one, 0, 1) for one in gates)
+    rates, first, second, factor, none = map(b.constant, weights.vectors)
+    steps = [("add", 0, 1), ("sigmoid", 4), ("mul", 5, 2), ("maximum", 6, 3)]
+    s = pointwise(b, [decay, first, rates], [1e-30], steps, wide)
+    steps = [("neg", 0), ("expm1", 1), ("neg", 2), ("log", 3), ("add", 0, 4)]
+    d = pointwise(b, [s], [], steps, wide)
+    places = b.call("cast", writer.positions, wide)
+    steps = [
+        *(("mul", 0, 5), ("expm1", 8), ("neg", 9), ("sqrt", 10)),
+        *(("eq", 4, 6), ("where", 12, 7, 11)),  # no root at position 0
+        *(("add", 1, 3), ("sigmoid", 14), ("mul", 13, 15), ("mul", 16, 2), ("div", 17, 0)),
+    ]
+    inputs = [s, entry, x, second, b.call("reshape", places, [0, 1, 1])]
+    added = pointwise(b, inputs, [-2.0, 0.0, 1.0], steps, wide)
+    ones = pointwise(b, [b.call("reshape", places, [0, 1])], [], [("eq", 0, 0)], wide)
+    added, d = (b.call("reshape", one, [0, plan.channels]) for one in (added, d))
+    state = writer.state_caches[index][1]
+    numbers = added, d, factor, ones, ones, none, none
+    y = b.call("selective_scan_varlen", *numbers, state, *writer.texts)
+    steps = [(plan.activation, 0), ("mul", 2, 1)]
+    return pointwise(b, [gate, y], [], steps, writer.e.store.dtype)

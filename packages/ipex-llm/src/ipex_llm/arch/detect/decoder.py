@@ -795,7 +795,7 @@ def _head(
     before = 1.0 if plain else before
     given = trace.output(module)
     expected = logits.reshape(given.shape).float()
-    cap = float(config.get("final_logit_softcapping", default=0.0))
+    cap = float(config.get("final_logit_softcapping", "logits_soft_cap", default=0.0))
     straight = cap * torch.atanh((expected / cap).double()) if cap else expected.double()
     factor = float((straight * given.double()).sum() / given.double().square().sum())
     known = [

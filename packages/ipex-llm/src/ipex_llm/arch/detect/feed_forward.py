@@ -33,6 +33,7 @@ Tensor = torch.Tensor
 
 MLP_NAMES = (
     *("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "feedforward"),
+    "mlp_block",
     "shared_mlp",  # alone, or beside experts (Granite 4)
 )
 

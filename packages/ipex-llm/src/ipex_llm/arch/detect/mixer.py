@@ -20,6 +20,7 @@ from ipex_llm.arch import (
     DecayPlan,
     DeltaPlan,
     LinearPlan,
+    LruPlan,
     MixerPlan,
     NormPlan,
     ScanPlan,
@@ -40,6 +41,8 @@ from ipex_llm.arch.reference import in_order, mix
 
 Tensor = torch.Tensor
 
+#: Activations that programs apply to rows.
+_POINTWISE = ("silu", "gelu", "gelu_tanh", "relu")
 _MAMBA_1 = ("in_proj", "x_proj", "dt_proj", "out_proj")
 _PARTS = tuple(
     re.compile(rf"(^|_)({name})(_proj)?$") for name in ("qkv", "q", "k", "v", "z|g", "b", "a")
@@ -98,9 +101,11 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     if scale != 1.0 and biased:
         raise trace.error(module, "scales the input of a projection with a bias")
     rows = getattr(own, "mup_vector", None)  # of what the projection gives
-    rates = _rates(module)
-    if rates is not None:
-        candidates: Iterator[MixerPlan] = _fixed(trace, module, rates, inner, outer[0], expected)
+    rates, blocks = _rates(module), _blocks(module)
+    if blocks is not None:
+        candidates: Iterator[MixerPlan] = _lrus(own, *blocks, inner, outer[0])
+    elif rates is not None:
+        candidates = _fixed(trace, module, rates, inner, outer[0], expected)
     elif owner is not None:
         candidates = _deltas_of_keys(own, owner, inner, ups, outer[0], expected)
     elif any(isinstance(getattr(own, name, None), nn.Parameter) for name in ("A_log", "dt_bias")):
@@ -110,7 +115,7 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
 
     def error(plan: Any) -> float:
         given = torch.cat([trace.output(m) for m in plan.input.modules], dim=-1)
-        return distance(mix(plan, in_order(plan.input, given)), expected)
+        return distance(mix(plan, in_order(plan.input, given), given.dtype), expected)
 
     if isinstance(rows, Tensor):
         factors = rows.detach().float().flatten()
@@ -121,10 +126,49 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     if plan is None:
         name = type(module).__name__
         if off == float("inf"):
-            known = "a short convolution, a gated delta net, Mamba-2 or lightning attention"
+            known = (
+                "a short convolution, a gated delta net, Mamba-2, an RG-LRU or lightning attention"
+            )
             raise trace.error(module, f"{name} has not the parts of {known}")
         raise trace.error(module, f"{name} computes something else (off by {off:.1e})")
     return dataclasses.replace(plan, input=with_factor(plan.input, scale))
+
+
+def _blocks(module: nn.Module) -> tuple[nn.Module, list[str]] | None:
+    """Return the part of a block that has two weights ``[blocks, width, width]``, and their names; or None."""
+    for one in module.modules():
+        shapes = [(name, p.shape) for name, p in one.named_parameters(recurse=False)]
+        found = [name for name, shape in shapes if len(shape) == 3 and shape[1] == shape[2]]
+        if len(found) == 2:
+            return one, found
+    return None
+
+
+def _lrus(
+    module: Any,
+    owner: nn.Module,
+    names: list[str],
+    inner: list[tuple[str, nn.Module]],
+    output: nn.Module,
+) -> Iterator[MixerPlan]:
+    """Yield recurrences of single channels; `names` of the weights of their gates, in `owner`."""
+    conv = _convolution(module)
+    own = dict(owner.named_parameters(recurse=False))
+    rates = [name for name, p in own.items() if p.ndim == 1]
+    pairs = [(name, name.removesuffix("weight") + "bias") for name in names]
+    known = all(list(own[a].shape[:2]) == list(getattr(own.get(b), "shape", ())) for a, b in pairs)
+    if conv is None or len(rates) != 1 or not known or len(inner) != 2:
+        return
+    widths = [getattr(m, "out_features", 0) for _, m in inner]
+    sizes = own[rates[0]].numel(), own[pairs[0][1]].numel(), own[pairs[1][1]].numel()
+    if {*widths, *sizes} != {conv.in_channels}:
+        return
+    both = [m for _, m in inner]
+    for first, gates in itertools.product((both, both[::-1]), (pairs, pairs[::-1])):
+        for name in activations_of(module):
+            if name in _POINTWISE:
+                linear = linear_plan(*first)
+                yield LruPlan(linear, linear_plan(output), conv, owner, rates[0], *gates, name)
 
 
 def _convolutions(
@@ -158,7 +202,7 @@ def _fixed(
     for order in (torch.cat([rows, torch.arange(3 * width, 4 * width)]), None):
         linear = linear_plan(sizes[3 * width], sizes[width], order=order)
         for name in activations_of(module):
-            if name in ("silu", "gelu", "gelu_tanh", "relu"):
+            if name in _POINTWISE:
                 yield DecayPlan(
                     *(linear, linear_plan(output), rates, match_norm(trace, norm)),
                     *(heads, size, name),

@@ -70,7 +70,7 @@ def _ids(config: Any, rows: int, length: int, seed: int) -> Tensor:
 def _cache(result: Any) -> Any:
     """Return the cache of a result: ``cache`` from transformers 5.24 on."""
     cache = getattr(result, "cache", None)
-    return result.past_key_values if cache is None else cache
+    return getattr(result, "past_key_values", None) if cache is None else cache
 
 
 def _with(model: Any, cache: Any) -> dict[str, Any]:
@@ -79,13 +79,27 @@ def _with(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in parameter_names(kind) else "past_key_values": cache}
 
 
+def _cached(model: Any, cache: Any, **given: Any) -> tuple[Any, Any]:
+    """Call a model with a cache, or for the first time (None); return its result and the cache."""
+    if cache is None:
+        result = model(**given, use_cache=True)
+        cache = _cache(result)
+        if cache is not None:
+            return result, cache
+        # It returns none, and only takes one (RecurrentGemma).
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+    given = {**given, **_with(model, cache)}
+    return model(**given, use_cache=True), cache
+
+
 def _steps(model: Any, ids: Tensor, cuts: list[int], **first: Any) -> list[Tensor]:
     """Return what parts of texts give that share a cache; `first` goes with the first part."""
     found, cache, start = [], None, 0
     for end in cuts:
-        given = first if cache is None else _with(model, cache)
-        result = model(input_ids=ids[:, start:end], use_cache=True, **given)
-        cache = _cache(result)
+        given = first if cache is None else {}
+        result, cache = _cached(model, cache, input_ids=ids[:, start:end], **given)
         found.append(outcome(result))
         start = end
     return found
@@ -116,14 +130,8 @@ def _continued(model: Any, ids: Tensor, mask: Tensor, start: int, positions: boo
     found, cache = [], None
     for begin, end in [(0, start), *((i, i + 1) for i in range(start, ids.shape[1]))]:
         more = {"position_ids": places[:, begin:end]} if positions else {}
-        result = model(
-            input_ids=ids[:, begin:end],
-            attention_mask=mask[:, :end],
-            use_cache=True,
-            **({} if cache is None else _with(model, cache)),
-            **more,
-        )
-        cache = _cache(result)
+        given = {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end], **more}
+        result, cache = _cached(model, cache, **given)
         found.append(outcome(result)[mask[:, begin:end].bool()])
     return found
 

@@ -97,6 +97,14 @@ def _is_indices(name: str, value: Any, count: int) -> bool:
     return plain and re.search(r"layer|indices|idx", name) is not None and max(value) > 1
 
 
+def _of_layers(name: str, value: Any, count: int) -> list[Any] | None:
+    """Return what a list says about each layer, where names of kinds may repeat (RecurrentGemma); None: nothing."""
+    if not isinstance(value, (list, tuple)):
+        return None
+    cycle = 1 < len(value) < count and name.endswith("types") and isinstance(value[0], str)
+    return [value[i % len(value)] for i in range(count)] if cycle or len(value) == count else None
+
+
 def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
     """Return what the lists of a configuration say about each layer."""
     count = _first(config, _LAYERS)
@@ -105,8 +113,8 @@ def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
         if _is_indices(name, value, count):
             for index, kind in enumerate(kinds):
                 kind.append(index in value)
-        elif isinstance(value, (list, tuple)) and len(value) == count:
-            for one, kind in zip(value, kinds, strict=True):
+        elif (every := _of_layers(name, value, count)) is not None:
+            for one, kind in zip(every, kinds, strict=True):
                 kind.append(str(one))
         elif _integer(value) and _IS_DENSE.search(name) and value < count:
             for index, kind in enumerate(kinds):
@@ -146,8 +154,8 @@ def _cut_layers(config: Any) -> None:
     for name, value in _values(config).items():
         if _is_indices(name, value, count):
             setattr(config, name, [at for at, index in enumerate(chosen) if index in value])
-        elif isinstance(value, (list, tuple)) and len(value) == count:
-            setattr(config, name, type(value)(value[index] for index in chosen))
+        elif (every := _of_layers(name, value, count)) is not None:
+            setattr(config, name, type(value)(every[index] for index in chosen))
         elif _integer(value) and _IS_DENSE.search(name) and value <= count:
             setattr(config, name, sum(index < value for index in chosen))
         elif _integer(value) and _IS_SHARED.search(name) and value < count:
