@@ -327,6 +327,16 @@ def test_copies_keep_what_is_not_proven() -> None:
     close(got[mask.bool()], want[mask.bool()])
 
 
+def test_names_of_kinds_may_repeat() -> None:
+    config = transformers.RecurrentGemmaConfig(num_hidden_layers=26)
+    assert _small.chosen_layers(config) == [0, 1, 2]
+    config.block_types = ["attention", "recurrent"]
+    assert _small.chosen_layers(config) == [0, 1, 2]
+    _small._cut_layers(config)
+    assert config.block_types == ["attention", "recurrent", "attention"]
+    assert config.num_hidden_layers == 3
+
+
 def test_layer_0_may_differ_from_the_others_of_its_kind() -> None:
     """That of ModernBERT has no norm; its layer 3 is of the same attention, and was not proven."""
     model = make(

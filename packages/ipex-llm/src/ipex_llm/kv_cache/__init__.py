@@ -264,7 +264,7 @@ class PagedCache:
         return any(shape is not None for shape in self.states)
 
     def _new_states(self, count: int) -> dict[int, list[Tensor]]:
-        found = {}
+        found: dict[int, list[Tensor]] = {}
         for index, shape in enumerate(self.states):
             if shape is not None:
                 place: Any = {"device": self.device}

@@ -167,8 +167,8 @@ def _lrus(
     for first, gates in itertools.product((both, both[::-1]), (pairs, pairs[::-1])):
         for name in activations_of(module):
             if name in _POINTWISE:
-                linear = linear_plan(*first)
-                yield LruPlan(linear, linear_plan(output), conv, owner, rates[0], *gates, name)
+                parts = linear_plan(*first), linear_plan(output), conv, owner
+                yield LruPlan(*parts, rates[0], gates[0], gates[1], name)
 
 
 def _convolutions(

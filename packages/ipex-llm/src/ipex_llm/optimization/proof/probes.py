@@ -119,6 +119,11 @@ def _plain(model: Any, ids: Tensor) -> list[Tensor]:
     return [outcome(model(input_ids=ids, use_cache=False))]
 
 
+def _split(model: Any, ids: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Return what `_steps` must give, from one call."""
+    return list(_plain(model, ids)[0].split(sizes, dim=1))
+
+
 def _masked(model: Any, ids: Tensor, mask: Tensor, **more: Any) -> list[Tensor]:
     result = outcome(model(input_ids=ids, attention_mask=mask, use_cache=False, **more))
     return [result[mask.bool()]]
@@ -189,7 +194,7 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
             name,
             partial(_steps, ids=ids, cuts=cuts),
             RESTARTS,
-            lambda m, sizes=sizes: list(_plain(m, ids)[0].split(sizes, dim=1)),
+            partial(_split, ids=ids, sizes=sizes),
         )
     if length < 8:
         return
