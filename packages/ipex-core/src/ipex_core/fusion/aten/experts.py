@@ -30,6 +30,7 @@ __all__ = ["fuse_routing"]
 
 aten = torch.ops.aten
 ipex = torch.ops.ipex
+prims = torch.ops.prims
 
 _OP = "ipex::moe_routing"
 #: Numbers of experts, and of those that are chosen: the op looks through a row once for each, which torch does not.
@@ -117,6 +118,6 @@ def _give(ctx: Context, node: fx.Node, ids: fx.Node, indices: list[fx.Node]) -> 
                 user.replace_all_uses_with(ids)
                 done.add(user)
         if set(index.users) - done:
-            wide = (aten._to_copy.default, (ids,), {"dtype": torch.int64})
+            wide = (prims.convert_element_type.default, (ids, torch.int64))
             index.replace_all_uses_with(ctx.call(node, *wide), lambda user: user not in done)
     return done
