@@ -58,7 +58,9 @@ def test_ids_as_they_are_read(choice):
     for function, conversions in ((narrow, 0), (both, 1)):
         report, gm = fuse(function, randn(5, 8), randn(8, 4))
         assert fired(report) == {"routing": 1}, reasons(report)
-        casts = [n for n in gm.graph.nodes if n.target is torch.ops.prims.convert_element_type.default]
+        casts = [
+            n for n in gm.graph.nodes if n.target is torch.ops.prims.convert_element_type.default
+        ]
         assert len(casts) == conversions
 
 

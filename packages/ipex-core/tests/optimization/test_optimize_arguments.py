@@ -242,6 +242,18 @@ def test_sample_input(sample):
     assert not any(m._forward_pre_hooks for m in result.modules())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_sample_input_that_becomes_nested():
+    """Torch's encoder gives its layers texts without their padding, as nested tensors, which have no shape."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    result = optimize(model, sample_input=(x, None, padding))
+    with torch.no_grad():
+        expected = model(x, None, padding)
+        torch.testing.assert_close(result(x, None, padding), expected)
+
+
 def test_auto_kernel_selection_measures():
     result = optimize(make(), auto_kernel_selection=True, sample_input=torch.randn(2, 3, 9, 9))
     assert any("measured at 2 rows" in r.text for r in explain(result).for_module("fc"))

@@ -405,6 +405,16 @@ def test_integers_and_ops_without_an_instruction() -> None:
     check(Mixed(), torch.randn(3, 6), torch.randint(0, 4, (3, 5)))
 
 
+def test_dtypes_that_no_instruction_names() -> None:
+    class Others(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            c = x.to(torch.complex64)
+            turned = c.transpose(0, 1).unsqueeze(0).expand(2, 6, 3)[:, 1:] * 2j
+            return torch.fft.fft2(c).real, turned.abs(), x.abs().to(torch.uint16).float()
+
+    check(Others(), torch.randn(3, 6))
+
+
 def test_integers_and_lookups_have_instructions() -> None:
     class Whole(nn.Module):
         def forward(self, x: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from ipex_core.fusion import RMS_NORM, Reader
 from ipex_core.kernels.policy import choose_linear, has_kernel
-from ipex_core.library.spec import FLOATS
+from ipex_core.library.spec import CHANNELS_LAST, FLOATS
 from ipex_core.nn.torchscript import function
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import pack
@@ -335,7 +335,6 @@ _ACTIVATIONS = {
     "aten::gelu": "gelu",
 }
 #: The layout of weights for which oneDNN is fastest.
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Convolutions:
@@ -378,7 +377,7 @@ class Convolutions:
     def _laid_out(self, kernel: torch.Tensor) -> torch.Tensor:
         key = key_of(kernel)
         if key not in self.editor.packed:
-            layout = _FORMATS.get(kernel.dim(), torch.contiguous_format)
+            layout = CHANNELS_LAST.get(kernel.dim(), torch.contiguous_format)
             self.editor.packed[key] = kernel.contiguous(memory_format=layout)
         return self.editor.packed[key]
 

@@ -16,6 +16,7 @@ from ipex_core.errors import OpArgumentError
 __all__ = [
     "Arguments",
     "BenchCase",
+    "CHANNELS_LAST",
     "FLOATS",
     "FUNCTIONAL",
     "NAMESPACE",
@@ -104,6 +105,8 @@ def _signature(schema: str) -> tuple[tuple[str, ...], dict[str, Any], tuple[str,
 
 NAMESPACE = "ipex"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: Number of dimensions -> the layout with the channels side by side.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 #: See `OpSpec.autocast`.
 AutocastRule = Literal["lower_precision", "lower_precision_unless_packed", "widest_type", "float32"]

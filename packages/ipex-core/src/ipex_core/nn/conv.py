@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._jit_internal import is_scripting
 
+from ipex_core.library.spec import CHANNELS_LAST
 from ipex_core.module_swap.base import (
     OptimizedModule,
     is_stand_in,
@@ -32,13 +33,12 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _in_format(x: Tensor, state: ModuleState) -> Tensor:
     """Return an input in the memory format of the weight."""
-    if state.memory_format is not None and x.dim() in _LAST:
-        return x.contiguous(memory_format=_LAST[x.dim()])
+    if state.memory_format is not None and x.dim() in CHANNELS_LAST:
+        return x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
     return x
 
 

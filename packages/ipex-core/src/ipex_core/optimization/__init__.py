@@ -357,7 +357,7 @@ def _shapes(model: nn.Module, sample_input: Any) -> dict[nn.Module, torch.Size]:
     shapes: dict[nn.Module, torch.Size] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], torch.Tensor):
+        if args and isinstance(args[0], torch.Tensor) and not args[0].is_nested:
             shape = args[0].shape
             if module not in shapes or shape.numel() > shapes[module].numel():
                 shapes[module] = shape

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ipex_core.library.spec import CHANNELS_LAST
 from ipex_core.module_swap.base import set_class
 from ipex_core.module_swap.state_dict import record_of, update
 from ipex_core.nn.training_linear import LEAST_ROWS, TrainingLinear, why_not
@@ -33,7 +34,6 @@ _WIDE = (nn.RNNBase, nn.RNNCellBase)
 _ALWAYS_WIDE = (nn.Bilinear, nn.PReLU)
 #: Tables: no floating input.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options) -> None:
@@ -41,9 +41,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Op
     log = Log(options)
     if options.channels_last:
         for path, module in model.named_modules():
-            if isinstance(module, nn.modules.conv._ConvNd) and module.weight.dim() in _FORMATS:
+            if isinstance(module, nn.modules.conv._ConvNd) and module.weight.dim() in CHANNELS_LAST:
                 weight = module.weight
-                layout = _FORMATS[weight.dim()]
+                layout = CHANNELS_LAST[weight.dim()]
                 weight.data = weight.data.contiguous(memory_format=layout)
                 log.add(path, module, "layout", True, "weight is channels-last")
     masters = Masters()

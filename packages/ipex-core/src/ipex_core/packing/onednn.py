@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ipex_core.kernels.policy import onednn_supports as supports
+from ipex_core.library.spec import CHANNELS_LAST
 
 __all__ = ["conv", "linear", "supports"]
 
@@ -119,9 +120,8 @@ def _linear_fake(
 
 
 def _conv_format(x: Tensor) -> torch.memory_format:
-    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    channels_last = x.dim() in (4, 5) and x.is_contiguous(memory_format=last)
-    return last if channels_last else torch.contiguous_format
+    last = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    return last if x.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
 @torch.library.register_fake("ipex_core::packed_conv")  # type: ignore[untyped-decorator]

@@ -537,13 +537,27 @@ _ALIKE: dict[Any, str] = {
     aten.expand.default: "expand",
     aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze",
-    prims.convert_element_type.default: "cast",
 }
 
 
 @_rule(*_ALIKE)
 def _alike(low: _Lowering, node: fx.Node) -> Any:
     return low.builder.call(_ALIKE[node.target], *map(low.argument, node.args))
+
+
+#: Dtypes that an instruction can name.
+_NAMED = (
+    *(*FLOATS, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e8m0fnu),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
+
+
+@_rule(prims.convert_element_type.default)
+def _cast(low: _Lowering, node: fx.Node) -> Any:
+    x, dtype = node.args
+    if dtype not in _NAMED:  # complex numbers, say
+        raise _Unfit
+    return low.builder.call("cast", low.register(x), dtype)
 
 
 @_rule(aten.t.default)

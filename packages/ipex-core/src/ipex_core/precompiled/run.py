@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ipex_core.fusion.aten.linear import packed_by_torch
+from ipex_core.library.spec import CHANNELS_LAST
 from ipex_core.precompiled.graph import Input
 from ipex_core.precompiled.lower import CHOSEN, Call, Plan, Run, Size, Slot
 from ipex_core.precompiled.writes import Writing
@@ -154,7 +155,7 @@ def _laid_out(value: Any) -> Any:
     """Return a tensor in a layout that each op of torch takes; programs have more, as of 1-D convolutions."""
     if not isinstance(value, Tensor) or value.is_contiguous():
         return value
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    last = CHANNELS_LAST.get(value.dim())
     if (last is not None and value.is_contiguous(memory_format=last)) or 0 in value.stride():
         return value
     return value.contiguous()

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.checks import check_dtype_in
-from ipex_core.library.spec import FLOATS, check, dtype_name
+from ipex_core.library.spec import CHANNELS_LAST, FLOATS, check, dtype_name
 from ipex_core.ops.conv import MOST
 
 __all__ = ["INT8_CONV", "RESIDUAL", "check_int8_conv", "int8_conv"]
@@ -150,5 +150,5 @@ def int8_conv(
     if activation != "none":
         y = getattr(functional, activation)(y)
     y = _codes(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(y.dim())
+    last = CHANNELS_LAST.get(y.dim())
     return y if last is None or not lead else y.contiguous(memory_format=last)

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.kernels import define
-from ipex_core.library.spec import FUNCTIONAL, PORTABLE, check
+from ipex_core.library.spec import CHANNELS_LAST, FUNCTIONAL, PORTABLE, check
 
 Tensor = torch.Tensor
 
@@ -194,7 +194,7 @@ def _clamp(y: Tensor, activation: str, scale: float, zero: int) -> None:
 
 def _in_layout(y: Tensor, dims: int) -> Tensor:
     """Return a batch of images, with as many dimensions as their weight, with the channels last."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(dims)
+    last = CHANNELS_LAST.get(dims)
     return y if last is None or y.dim() != dims else y.contiguous(memory_format=last)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ipex_core import nn as inn
 from ipex_core.kernels import measured
 from ipex_core.kernels.policy import LinearChoice, choose_linear, fastest, has_kernel, numbers
-from ipex_core.library.spec import dtype_name
+from ipex_core.library.spec import CHANNELS_LAST, dtype_name
 from ipex_core.module_swap.base import call
 from ipex_core.module_swap.state_dict import attach, class_of, record_of, state_of, swap_class
 from ipex_core.optimization.passes import Context, Pass, swap_reason
@@ -125,9 +125,7 @@ def measure_conv(
     A weight packed for one size can be much slower than the stock op at another, and the stock op on a channels-last
     weight is at most a few percent slower than a packed weight; so this is the only way to a packed convolution.
     """
-    order = torch.contiguous_format
-    if channels_last:
-        order = torch.channels_last if len(size) == 4 else torch.channels_last_3d
+    order = CHANNELS_LAST[len(size)] if channels_last else torch.contiguous_format
     x = numbers(*size, dtype=dtype).contiguous(memory_format=order)
     weight = module.weight.detach().to(dtype).contiguous(memory_format=order)
     bias = None if module.bias is None else module.bias.detach().to(dtype)
