@@ -126,6 +126,8 @@ def record(
         what = "torch.export cannot record the model"
         if any(type(part).__module__.startswith("ipex_llm.") for part in model.modules()):
             what += " with what ipex.llm.optimize has put into it, ipex.restore(model) first"
+        if "in output, which is not a known type" in str(error):  # a cache of transformers, say
+            what += ", whose outputs must be tensors in tuples, lists and dicts (for a cache: use_cache=False)"
         raise ExportError(reason(op, what, error)) from error
     _unpack(program)
     return program

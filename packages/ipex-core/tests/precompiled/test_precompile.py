@@ -752,10 +752,21 @@ class Found(nn.Module):
         return x[x > 0]
 
 
+class Cached(nn.Module):
+    """Returns an object, as models of transformers do their cache."""
+
+    class Cache:
+        pass
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Cache]:
+        return x, self.Cache()
+
+
 @pytest.mark.parametrize(
     ("model", "text"),
     [
         (Branch(), "torch.export cannot record the model"),
+        (Cached(), "outputs must be tensors in tuples, lists and dicts .*use_cache=False"),
         (Counter(), "must not write to its buffers, got a write to 'count'"),
         (Writes(), "must not write to its inputs, got a write to 'x'"),
         (Found(), "must not depend on values of its tensors"),
