@@ -415,6 +415,15 @@ def test_dtypes_that_no_instruction_names() -> None:
     check(Others(), torch.randn(3, 6))
 
 
+def test_a_view_of_one_tensor_among_empty_ones() -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            turned = x.transpose(1, 2)
+            return torch.cat((turned[..., :4], turned[..., 4:]), -1).view(6, 5, 4)
+
+    check(Joined(), torch.randn(2, 5, 3, 4))
+
+
 def test_integers_and_lookups_have_instructions() -> None:
     class Whole(nn.Module):
         def forward(self, x: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:

@@ -172,8 +172,19 @@ def forms_of(graph: fx.Graph) -> tuple[str | None, ...]:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the compositions of Inductor, which the passes expect, without ops that stay whole."""
     from torch._inductor.decomposition import select_decomp_table
+    from torch._prims_common import suggest_memory_format
 
     table = dict(select_decomp_table())
+    joined = table[aten.cat.default]
+
+    def cat(tensors: list[Tensor], dim: int = 0) -> Any:
+        # Inductor copies the only tensor that is not empty with its strides; what torch.cat returns can be viewed.
+        found = joined(tensors, dim)
+        if found is NotImplemented:
+            return found
+        return found.contiguous(memory_format=suggest_memory_format(found))
+
+    table[aten.cat.default] = cat
     return {op: rule for op, rule in table.items() if not any(part in str(op) for part in _WHOLE)}
 
 
