@@ -47,8 +47,9 @@ inline bool uses_tiles(ScalarType dtype) {
 // which it needs memory. Asked once for a call: it takes a lock.
 template <class T>
 int64_t widened_from() {
-  return sizeof(T) == 2 && !cpu::active_has_avx512() ? kWideRows
-                                                     : std::numeric_limits<int64_t>::max();
+  bool converts = sizeof(T) == 2;
+  if constexpr (std::is_same_v<T, BFloat16>) converts = !cpu::active_has_avx512_bf16();
+  return converts ? kWideRows : std::numeric_limits<int64_t>::max();
 }
 
 // Memory of the calling thread for gemm_block(), or nullptr where it needs none or memory is short.

@@ -25,10 +25,16 @@ inline constexpr int kPanel = 32;
 inline constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 inline constexpr int kTileVectors = 4;
 
-// A tile of 12 sums uses each number of the weights too seldom to convert it in two instructions:
-// many rows multiply weights that were converted before. Half takes one instruction.
+// Products of 16-bit numbers as floats, where no instruction multiplies them as they are.
 template <class T>
-inline constexpr bool kWidens = kLanes < 16 && std::is_same_v<T, BFloat16>;
+inline constexpr bool kConverts = sizeof(T) == 2 && !(IPEX_HAVE_AVX512_BF16 && kIsBFloat16<T>);
+
+// Whether many rows multiply weights that were converted before. A tile of 12 sums uses each number
+// of the weights too seldom to convert it in two instructions, as BFloat16 takes, and Half on
+// Intel's cores. Not where AMD's may be the processor: Zen 5 loses a tenth in Half.
+template <class T>
+inline constexpr bool kWidens =
+    kConverts<T> && (kLanes < 16 ? kIsBFloat16<T> : !IPEX_HAVE_AVX512_BF16 || IPEX_HAVE_AMX);
 
 // Rows that callers should pass at a time: a multiple of the tile height, small enough for C to
 // stay in L1. More where all of them use what is converted once.
@@ -232,10 +238,15 @@ void convert_rows(const T* a, int64_t lda, int64_t rows, int64_t k, float* to,
   }
 }
 
-// Depth of what is converted of W at a time, which stays in L1.
+// Rows from which W is converted before, and the depth of a piece of it, which stays in L1.
+inline constexpr int64_t kWidenedRows = kLanes < 16 ? kWideRows : 4 * kTileRows;
 inline constexpr int64_t kWideDepth = 64;
 
 // `k` steps of a panel as float [k][32].
+inline void convert_panel(const Half* p, int64_t k, float* to) {
+  for (int64_t i = 0; i < k * kPanel; i += kLanes) store(to + i, load(p + i));
+}
+
 inline void convert_panel(const BFloat16* p, int64_t k, float* to) {
   const auto* pairs = reinterpret_cast<const float*>(p);
   for (int64_t i = 0; i < k; i += 2)
@@ -271,7 +282,7 @@ void panels_converted(const T* a, int64_t lda, int64_t rows, const T* p0, const 
     }
   };
   if constexpr (kWidens<T>) {
-    if (rows >= kWideRows) return for_widened(p0, p1, k, piece);
+    if (rows >= kWidenedRows) return for_widened(p0, p1, k, piece);
   }
   for (int64_t d = 0; d == 0 || d < k; d += kDepth)  // as above
     piece(d, k - d < kDepth ? k - d : kDepth, p0 + d * kPanel, p1 ? p1 + d * kPanel : nullptr);
@@ -500,7 +511,7 @@ IPEX_INLINE void multiply_float(const float* a, int64_t lda, int64_t rows, const
     panels_fma(a + d, lda, rows, w0, w1, depth, c, ldc, accumulate || d > 0);
   };
   if constexpr (kWidens<W>) {
-    if (rows >= kWideRows) return for_widened(p0, p1, k, piece);
+    if (rows >= kWidenedRows) return for_widened(p0, p1, k, piece);
   }
   piece(0, k, p0, p1);
 }

@@ -56,7 +56,7 @@ void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
   float* wide = nullptr;
   int64_t step = g.rows;
   const int64_t stride = (g.k + 1) / 2 * 2;
-  if constexpr (kLanes < 16 && sizeof(T) == 2) {
+  if constexpr (kConverts<T>) {
     constexpr int64_t floats = kGemmScratch / static_cast<int64_t>(sizeof(float));
     const int64_t most = stride ? floats / stride / kRowStep<T> * kRowStep<T> : 0;
     if (scratch && most && g.rows >= kWideRows) {
