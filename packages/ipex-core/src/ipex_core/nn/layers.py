@@ -201,7 +201,7 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
         weight = self.weight
         if per_sample_weights is not None:
             per_sample_weights = self._cast(per_sample_weights, weight)
-        if per_sample_weights is not None or not self._fits(input, offsets):
+        if per_sample_weights is not None or not self._fits(weight, input, offsets):
             return super().forward(input, offsets, per_sample_weights)
         last = self.include_last_offset
         if offsets is None:
@@ -219,16 +219,14 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
         )
         return bags[0]
 
-    def _fits(self, input: Tensor, offsets: Tensor | None) -> bool:
+    def _fits(self, weight: Tensor, input: Tensor, offsets: Tensor | None) -> bool:
         """Return whether our op takes the call; what is wrong or special goes to the stock op."""
+        # The measured choice comes early: a small bag takes as long as the Python code around it.
         return (
             self._kernel
             and self.mode == "mean"
             and self.padding_idx is None
             and self.max_norm is None
-            and not (torch.is_grad_enabled() and self.weight.requires_grad)
-            and _takes(self.weight)
-            and not stock_only(input)
             and input.dim() == (2 if offsets is None else 1)
             and (offsets is None or (offsets.dim() == 1 and offsets.dtype is input.dtype))
             and (offsets is not None or not self.include_last_offset)
@@ -236,8 +234,11 @@ class OptimizedEmbeddingBag(OptimizedModule, nn.EmbeddingBag):
                 input.shape[0] if offsets is None else offsets.shape[0],
                 input.numel(),
                 self.embedding_dim,
-                self.weight.dtype,
+                weight.dtype,
             )
+            and not (torch.is_grad_enabled() and weight.requires_grad)
+            and _takes(weight)
+            and not stock_only(input)
         )
 
 

@@ -29,6 +29,32 @@ IPEX_INLINE void for_each_bag(const BagArgs& args, const BagTable& table, int64_
   }
 }
 
+// Calls f<count>() unless `count`, up to kMost, is 0.
+template <int64_t kMost, class F>
+IPEX_INLINE void with_count(int64_t count, const F& f) {
+  if constexpr (kMost > 0) {
+    if (count == kMost)
+      f.template operator()<kMost>();
+    else
+      with_count<kMost - 1>(count, f);
+  }
+}
+
+// Cuts a row into parts that registers have sums for, as few as can be, since each part reads all
+// numbers of rows again. f<kVectors>(d, n) has kVectors vectors from number d on, the last of n
+// numbers.
+template <class F>
+IPEX_INLINE void for_row_parts(int64_t dim, const F& f) {
+  constexpr int64_t kMost = kLanes == 16 ? 8 : 4;
+  int64_t d = 0;
+  for (; d + kMost * kLanes <= dim; d += kMost * kLanes) f.template operator()<kMost>(d, kLanes);
+  const int64_t vectors = (dim - d) / kLanes;
+  with_count<kMost - 1>(
+      vectors, [&]<int64_t kVectors>() IPEX_LAMBDA { f.template operator()<kVectors>(d, kLanes); });
+  d += vectors * kLanes;
+  if (d < dim) f.template operator()<1>(d, dim - d);
+}
+
 IPEX_INLINE f32v bag_factor(bool mean, int64_t count) {
   return set1(mean && count > 1 ? 1.0f / static_cast<float>(count) : 1.0f);
 }

@@ -20,10 +20,14 @@ struct Bag {
   }
 };
 
-// `kVectors` vectors of the sum, read and written by the given functions.
-template <int64_t kVectors, class T, class I, class Read, class Write>
-IPEX_INLINE void add_rows(const Bag<T, I>& bag, f32v factor, const Read& read, const Write& write) {
+// `kVectors` vectors of the sum from number `d` on; the last of them has n numbers.
+template <int64_t kVectors, class T, class I>
+IPEX_INLINE void add_rows(const Bag<T, I>& bag, f32v factor, int64_t d, int64_t n, T* out) {
   f32v sum[kVectors];
+  const auto read = [&](const T* row, int64_t v) IPEX_LAMBDA {
+    const T* from = row + d + v * kLanes;
+    return n == kLanes ? load(from) : load_n(from, n);
+  };
 #pragma GCC unroll 8
   for (int64_t v = 0; v < kVectors; ++v) sum[v] = zero();
   for (int64_t i = 0; i < bag.count; ++i) {
@@ -38,7 +42,12 @@ IPEX_INLINE void add_rows(const Bag<T, I>& bag, f32v factor, const Read& read, c
     }
   }
 #pragma GCC unroll 8
-  for (int64_t v = 0; v < kVectors; ++v) write(v, sum[v] * factor);
+  for (int64_t v = 0; v < kVectors; ++v) {
+    if (n == kLanes)
+      store(out + d + v * kLanes, sum[v] * factor);
+    else
+      store_n(out + d + v * kLanes, sum[v] * factor, n);
+  }
 }
 
 // A row as it is. Inline: a call of memcpy costs a good part of what so few bytes take.
@@ -54,17 +63,8 @@ template <class T, class I>
 IPEX_INLINE void add_bag(const Bag<T, I>& bag, bool mean, int64_t dim, T* out) {
   if (bag.count == 1 && !bag.factors) return copy_row(bag.row(0), dim, out);
   const f32v factor = bag_factor(mean, bag.count);
-  constexpr int64_t kVectors = kLanes == 16 ? 8 : 4;
-  int64_t d = 0;
-  const auto read = [&](const T* row, int64_t v) IPEX_LAMBDA { return load(row + d + v * kLanes); };
-  const auto write = [&](int64_t v, f32v x) IPEX_LAMBDA { store(out + d + v * kLanes, x); };
-  for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes)
-    add_rows<kVectors>(bag, factor, read, write);
-  for (; d + kLanes <= dim; d += kLanes) add_rows<1>(bag, factor, read, write);
-  if (d < dim)
-    add_rows<1>(
-        bag, factor, [&](const T* row, int64_t) IPEX_LAMBDA { return load_n(row + d, dim - d); },
-        [&](int64_t, f32v x) IPEX_LAMBDA { store_n(out + d, x, dim - d); });
+  for_row_parts(dim, [&]<int64_t kVectors>(int64_t d, int64_t n)
+                         IPEX_LAMBDA { add_rows<kVectors>(bag, factor, d, n, out); });
 }
 
 template <class T, class I>

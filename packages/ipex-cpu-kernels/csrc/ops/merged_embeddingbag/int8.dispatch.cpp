@@ -43,7 +43,6 @@ IPEX_INLINE void add_rows(const Bag<I>& bag, f32v factor, int64_t d, int64_t n, 
 
 template <class T, class I>
 IPEX_INLINE void run(const BagArgs& args, int64_t t, int64_t begin, int64_t end) {
-  constexpr int64_t kVectors = kLanes == 16 ? 8 : 4;
   const BagTable& table = args.tables[t];
   const Int8* weight = static_cast<const Int8*>(table.weight);
   const I* indices = static_cast<const I*>(table.indices);
@@ -58,11 +57,8 @@ IPEX_INLINE void run(const BagArgs& args, int64_t t, int64_t begin, int64_t end)
         const Bag<I> bag{&table, indices + first, last - first};
         const f32v factor = bag_factor(args.mean, bag.count);
         T* to = out + b * args.bag_stride;
-        int64_t d = 0;
-        for (; d + kVectors * kLanes <= args.dim; d += kVectors * kLanes)
-          add_rows<kVectors>(bag, factor, d, kLanes, to);
-        for (; d + kLanes <= args.dim; d += kLanes) add_rows<1>(bag, factor, d, kLanes, to);
-        if (d < args.dim) add_rows<1>(bag, factor, d, args.dim - d, to);
+        for_row_parts(args.dim, [&]<int64_t kVectors>(int64_t d, int64_t n)
+                                    IPEX_LAMBDA { add_rows<kVectors>(bag, factor, d, n, to); });
       });
 }
 
