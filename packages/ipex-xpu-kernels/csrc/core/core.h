@@ -101,6 +101,8 @@ LoadStats load_stats();
 // The kernel for the device of a queue; built or read from the cache at its first use. Throws
 // std::runtime_error.
 const sycl::kernel& kernel(std::string_view name, int device);
+// Items of the largest group that the device has the registers for.
+std::size_t most_items(std::string_view name, int device);
 
 // Bytes of each operand that an item of a kernel of this device moves at once (map_elements in
 // prelude.h): 16 on a GPU whose kernels are compiled for it, 0 where an item moves one number.
@@ -120,8 +122,20 @@ void start_kernel_times();
 // Waits for the kept kernels and returns their times in the order of their starts; no more are
 // kept. Throws std::runtime_error where a queue does not measure.
 std::vector<KernelTime> stop_kernel_times();
-// Called with each kernel that was started; `name` is read only while times are kept.
+// Whether times are kept, and the event of a kernel that was started meanwhile.
+bool keeps_times();
 void keep_time(std::string_view name, const sycl::event& event);
+
+// Submits what starts a kernel. An event costs the host and the device microseconds, and queues are
+// in order: there is one only while times are kept.
+template <typename F>
+void submit(sycl::queue& q, std::string_view name, F start) {
+  if (keeps_times()) {
+    keep_time(name, q.submit(start));
+  } else {
+    sycl::ext::oneapi::experimental::submit(q, start);
+  }
+}
 
 // Starts a kernel: `global` must be divisible by `local` (a GPU refuses anything else, a CPU device
 // does not say so).
@@ -131,10 +145,10 @@ void launch(sycl::queue& q, int device, std::string_view name, sycl::range<N> gl
   static_assert(((std::is_pointer_v<Args> || std::is_arithmetic_v<Args>) && ...),
                 "kernels take pointers and scalars");
   const sycl::kernel& found = kernel(name, device);
-  keep_time(name, q.submit([&](sycl::handler& handler) {
+  submit(q, name, [&](sycl::handler& handler) {
     handler.set_args(args...);
     handler.parallel_for(sycl::nd_range<N>(global, local), found);
-  }));
+  });
 }
 
 // One work-item for each of `count` elements, in groups that divide the range; kernels test their

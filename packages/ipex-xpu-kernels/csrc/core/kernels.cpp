@@ -95,6 +95,9 @@ std::string read_text(const std::filesystem::path& path) {
   return text.str();
 }
 
+// What a source says whose kernels need no numbers below the normal ones on a GPU.
+constexpr const char* kNoSubnormals = "// Subnormal numbers may be zero.";
+
 SourceFile read_source(const Library& lib, const Entry& entry, int device) {
   SourceFile file;
   file.text = read_text(entry.source);
@@ -107,6 +110,9 @@ SourceFile read_source(const Library& lib, const Entry& entry, int device) {
   if (!info.is_cpu) {
     file.options.emplace_back("-DIPEX_GPU");
     file.options.push_back("-DIPEX_SUB_GROUP=" + std::to_string(info.joint_sub_group));
+    // Powers of 2 take several instructions more where numbers below the normal ones count.
+    if (file.text.find(kNoSubnormals) != std::string::npos)
+      file.options.emplace_back("-fdenormal-fp-math=preserve-sign");
   }
   // The variable chooses among the architectures of such devices.
   const char* target = std::getenv("SYCL_JIT_AMDGCN_PTX_TARGET_CPU");
@@ -120,6 +126,7 @@ SourceFile read_source(const Library& lib, const Entry& entry, int device) {
 }
 
 Executable compile(const SourceFile& file, int device) {
+  ready_compiler(sycl_context(device), sycl_device(device));
   experimental::include_files headers;
   for (const auto& [name, text] : file.headers) headers.add(name, text);
   auto source = experimental::create_kernel_bundle_from_source(
@@ -321,6 +328,11 @@ const sycl::kernel& kernel(std::string_view name, int device) {
     throw std::runtime_error("xpu: the kernel " + std::string(name) + " cannot be built for " +
                              device_info(device).name + ": " + e.what());
   }
+}
+
+std::size_t most_items(std::string_view name, int device) {
+  return kernel(name, device)
+      .get_info<sycl::info::kernel_device_specific::work_group_size>(sycl_device(device));
 }
 
 }  // namespace ipex::xpu

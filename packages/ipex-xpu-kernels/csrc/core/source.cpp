@@ -115,7 +115,7 @@ void check(const std::vector<std::string>& types, const std::vector<KernelArgume
 void start(const std::string& name, const sycl::kernel& kernel, sycl::queue& queue,
            const WorkSize& size, const std::vector<std::string>& types,
            const std::vector<KernelArgument>& arguments) {
-  const sycl::event event = queue.submit([&](sycl::handler& handler) {
+  submit(queue, name, [&](sycl::handler& handler) {
     for (std::size_t i = 0; i < arguments.size(); ++i)
       std::visit(SetArgument{handler, static_cast<int>(i), types[i]}, arguments[i]);
     switch (size.global.size()) {
@@ -127,7 +127,6 @@ void start(const std::string& name, const sycl::kernel& kernel, sycl::queue& que
         return handler.parallel_for(range<3>(size), kernel);
     }
   });
-  keep_time(name, event);
 }
 
 // Parameters of the kernels of this package, whose symbols are in the manifests.
@@ -155,6 +154,7 @@ SourceProgram::SourceProgram(std::string source, std::vector<std::string> kernel
 SourceProgram::Kernels SourceProgram::build(const sycl::queue& queue) {
   experimental::include_files headers;
   for (const auto& [name, text] : headers_) headers.add(name, text);
+  ready_compiler(queue.get_context(), queue.get_device());
   auto source = experimental::create_kernel_bundle_from_source(
       queue.get_context(), experimental::source_language::sycl, source_,
       experimental::properties{headers});
@@ -174,6 +174,20 @@ SourceProgram::Kernels SourceProgram::build(const sycl::queue& queue) {
     parameters_.try_emplace(name, parameter_types(bundle.ext_oneapi_get_raw_kernel_name(name)));
   }
   return found;
+}
+
+void ready_compiler(const sycl::context& context, const sycl::device& device) {
+  static std::once_flag begun;
+  if (device.is_cpu()) return;
+  std::call_once(begun, [&] {
+    static const std::string nothing = R"(#include <sycl/ext/oneapi/kernel_properties/properties.hpp>
+SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((sycl::ext::oneapi::experimental::nd_range_kernel<1>))
+void nothing(int*) {}
+)";
+    auto source = experimental::create_kernel_bundle_from_source(
+        context, experimental::source_language::sycl, nothing);
+    experimental::build(source, std::vector<sycl::device>{device});
+  });
 }
 
 const std::vector<std::string>& SourceProgram::parameters(const std::string& kernel) const {

@@ -29,6 +29,11 @@ struct WorkSize {
   std::vector<std::size_t> local;   // as many, which divide them
 };
 
+// To be called before a program is compiled for a GPU. What the compiler of the run-time (2026.1)
+// compiles first in a process keeps calls of its device library, also of barriers and positions;
+// later programs have them in line. So the first one is of no use to anybody.
+void ready_compiler(const sycl::context& context, const sycl::device& device);
+
 // Starts a kernel of this package in a queue of the device. Throws std::invalid_argument where the
 // arguments do not match the kernel.
 void launch(const std::string& kernel, int device, sycl::queue& queue, const WorkSize& size,

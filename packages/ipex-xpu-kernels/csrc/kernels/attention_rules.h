@@ -7,7 +7,7 @@
 
 namespace here = sycl::ext::oneapi;
 
-constexpr float kLog2e = 1.4426950408889634f;
+using ipex::kLog2e;
 // Powers of 2, by an instruction where there is one, as a call would be slower: before it all loads
 // have to arrive.
 IPEX_INLINE inline float power(float x) { return __builtin_elementwise_exp2(x); }
@@ -20,7 +20,7 @@ IPEX_INLINE inline float capped(float x) {
   const float value = (1.f - low) * inverse;
   return x < 0 ? -value : value;
 }
-IPEX_INLINE inline float larger(float a, float b) { return a > b ? a : b; }
+IPEX_INLINE inline float larger(float a, float b) { return __builtin_elementwise_max(a, b); }
 
 // The rows `first` up to `last` (queries of all heads that share keys) of a work-group. There are
 // fewer than 2^30 of everything but elements.

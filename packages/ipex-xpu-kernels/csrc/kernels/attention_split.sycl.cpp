@@ -5,6 +5,7 @@
 // numbers each, and have a softmax of their own for every kTeams-th kEach keys: nothing waits for
 // another team until the end. (A barrier may be a call, before which all loads have to arrive.) The
 // numbers of the next keys are on their way to registers meanwhile.
+// Subnormal numbers may be zero.
 #include "attention_rules.h"
 #include "float8.h"
 

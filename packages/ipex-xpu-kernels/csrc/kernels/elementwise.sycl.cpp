@@ -96,7 +96,7 @@ IPEX_INLINE inline float short_gelu(float x) {
   for (const float c : {2.43126897e-06f, -5.47227064e-05f, 0.000712582492f, -0.00602829317f,
                         0.0355125107f, -0.154169619f, 0.526548028f, -1.62826169f, 9.07046888e-06f})
     p = p * near + c;
-  const float tail = 0.5f * __builtin_elementwise_exp2(p - z * z * 1.4426950408889634f);
+  const float tail = 0.5f * __builtin_elementwise_exp2(p - z * z * ipex::kLog2e);
   return x * (x < 0.f ? tail : 1.f - tail);
 }
 #endif

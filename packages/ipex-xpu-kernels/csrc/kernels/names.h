@@ -11,6 +11,7 @@ using ipex::global_id;
 using ipex::half;
 using ipex::load;
 using ipex::map_elements;
+using ipex::pair_of;
 using ipex::Place;
 using ipex::reduce_group;
 using ipex::Row;

@@ -31,12 +31,6 @@ IPEX_INLINE inline void set_unit(const sycl::sub_group& sub_group, Matrix& matri
   if (count == 16) __builtin_memcpy(static_cast<Vector*>(first) + 1, &unit, sizeof unit);
 }
 
-template <typename T>
-IPEX_INLINE inline unsigned int pair_of(float a, float b) {
-  return sycl::bit_cast<unsigned short>(T(a)) |
-         static_cast<unsigned int>(sycl::bit_cast<unsigned short>(T(b))) << 16;
-}
-
 // Of four steps of two rows, as pairs of steps.
 template <bool left>
 IPEX_INLINE inline Vector unit_of(unsigned int first0, unsigned int first1, unsigned int second0,
@@ -53,96 +47,78 @@ IPEX_INLINE inline int unit_at(int g, int t, int matrix) {
 // Rows 2 g and 2 g + 1 of 16 are one item's.
 IPEX_INLINE inline int row_of(int block, int g, int half) { return block * kSide + 2 * g + half; }
 
-// The part of x[row, step] that a group needs, or of x[step, row] if swapped: kRows rows, kTiles
-// times kDepth steps at a time, on their way through registers to tiles of units.
-template <int kRows, int kTiles, int kItems, bool swapped, bool left>
+// The part of x[row, step] that a group needs, or of x[step, row] if swapped: kRows rows, kDepth
+// steps at a time, on their way through registers to a tile of units. 256 pitches are below 2^31.
+template <int kRows, int kItems, bool swapped, bool left>
 struct Operand {
-  static constexpr int kNumbers = kRows * kTiles * kDepth / kItems;  // that an item brings
-  static constexpr int kLine = kTiles * kDepth / 8;                  // vectors of a row
-  // Jobs of an item: eight steps of two rows, or four steps of kWide rows if swapped.
-  static constexpr int kWide = kNumbers < 32 ? 4 : 8;
-  static constexpr int kJobs = kNumbers / (swapped ? kWide * 4 : 16);
-  static constexpr int kTile = kRows / kSide * kUnits;
-  static_assert(kJobs * (swapped ? kWide * 4 : 16) == kNumbers);
+  static constexpr int kWords = kRows * kDepth / kItems / 2;  // that an item brings
+  // An item's jobs are eight steps of two rows, or four steps of eight rows if swapped. The next
+  // ones are of these rows further on, and of the next steps once all rows had theirs.
+  static constexpr int kJobs = kWords / (swapped ? 16 : 8);
+  static constexpr int kJump = kItems / (swapped ? 4 : 8) * (swapped ? 8 : 4);
+  static constexpr int kOfRows = kRows / kJump;
+  static_assert(kItems % 32 == 0 && kRows % kJump == 0 && kJobs % kOfRows == 0);
 
-  const unsigned short* x;
-  long pitch;
-  int item;
-  int rows;  // that there are
+  const unsigned short* x;  // the item's first number
+  int pitch;
+  int g;  // of the units of its first job, whose rows begin at 16 block
+  int t;
+  int block;
+  int rows;  // that there are from its first one on
   int steps;
-  unsigned int words[kNumbers / 2];
+  unsigned int words[kWords];
 
-  IPEX_INLINE Operand(const void* first, long pitch_, int rows_, int steps_, int item_)
-      : x(static_cast<const unsigned short*>(first)),
-        pitch(pitch_),
-        item(item_),
-        rows(rows_),
-        steps(steps_) {}
-
-  // Of a job: its first row if swapped, and its first step.
-  IPEX_INLINE int job_row(int i) const { return (item + i * kItems) / 4 % (kRows / kWide) * kWide; }
-  IPEX_INLINE int job_step(int i) const {
-    const int job = item + i * kItems;
-    return swapped ? (job / 4 / (kRows / kWide) * 4 + job % 4) * 4 : job % kLine * 8;
+  IPEX_INLINE Operand(const void* first, long pitch_, int rows_, int steps_, int item)
+      : pitch(static_cast<int>(pitch_)) {
+    const int row = swapped ? item / 4 * 8 : row_of(item / 32, item % 32 / 4, 0);
+    const int step = item % 4 * (swapped ? 4 : 8);
+    x = static_cast<const unsigned short*>(first) + (swapped ? step * pitch_ + row : row * pitch_ + step);
+    g = row % kSide / 2;
+    t = item % 4;
+    block = row / kSide;
+    rows = rows_ - row;
+    steps = steps_ - step;
   }
+
   // Starts to load; zeros where there is nothing.
   IPEX_INLINE void fetch() {
 #pragma unroll
     for (int i = 0; i < kJobs; ++i) {
-      const int step = job_step(i);
-      if constexpr (swapped) {
-        using Some = unsigned int __attribute__((ext_vector_type(kWide / 2)));
-        const int row = job_row(i);
-        const unsigned short* const source = x + step * pitch + row;
+      const int row = i % kOfRows * kJump;
+      const int step = i / kOfRows * kSide;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const Some values = step + j < steps && row < rows
-                                  ? *reinterpret_cast<const Some*>(source + j * pitch)
-                                  : Some(0);
+      for (int j = 0; j < (swapped ? 4 : 2); ++j) {
+        const bool inside =
+            swapped ? row < rows && step + j < steps : row + j < rows && step < steps;
+        const int at = swapped ? (step + j) * pitch + row : (row + j) * pitch + step;
+        const Vector values = inside ? *reinterpret_cast<const Vector*>(x + at) : Vector(0);
 #pragma unroll
-          for (int k = 0; k < kWide / 2; ++k) words[(4 * i + j) * (kWide / 2) + k] = values[k];
-        }
-      } else {
-        const int job = (item + i * kItems) / kLine;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = row_of(job / 8, job % 8, half);
-          const Vector values = row < rows && step < steps
-                                    ? *reinterpret_cast<const Vector*>(x + row * pitch + step)
-                                    : Vector(0);
-#pragma unroll
-          for (int k = 0; k < 4; ++k) words[8 * i + 4 * half + k] = values[k];
-        }
+        for (int k = 0; k < 4; ++k) words[(i * (swapped ? 4 : 2) + j) * 4 + k] = values[k];
       }
     }
-    x += kTiles * kDepth * (swapped ? pitch : 1);
-    steps -= kTiles * kDepth;
+    x += swapped ? kDepth * static_cast<long>(pitch) : kDepth;
+    steps -= kDepth;
   }
-  IPEX_INLINE void put(Vector* tiles) const {
+  IPEX_INLINE void put(Vector* tile) const {
 #pragma unroll
     for (int i = 0; i < kJobs; ++i) {
-      const int step = job_step(i);
-      Vector* const tile = tiles + step / kDepth * kTile;
-      const int t = step % kDepth / 8;
+      Vector* const units = tile + (block + i % kOfRows * kJump / kSide) * kUnits;
       if constexpr (swapped) {
-        const int row = job_row(i);
-        // Steps 2 k and 2 k + 1 of a row.
+        // Steps 2 k and 2 k + 1 of row j.
         const auto pair = [&](int j, int k) IPEX_INLINE {
-          const unsigned int a = words[(4 * i + 2 * k) * (kWide / 2) + j / 2];
-          const unsigned int b = words[(4 * i + 2 * k + 1) * (kWide / 2) + j / 2];
+          const unsigned int a = words[(4 * i + 2 * k) * 4 + j / 2];
+          const unsigned int b = words[(4 * i + 2 * k + 1) * 4 + j / 2];
           return j % 2 == 0 ? (a & 0xffffu) | (b << 16) : (a >> 16) | (b & 0xffff0000u);
         };
 #pragma unroll
-        for (int j = 0; j < kWide; j += 2) {
-          tile[row / kSide * kUnits + unit_at(row % kSide / 2 + j / 2, t, step / 4 % 2)] =
+        for (int j = 0; j < 8; j += 2) {
+          units[unit_at(g + j / 2, t / 2 + i / kOfRows * 2, t % 2)] =
               unit_of<left>(pair(j, 0), pair(j, 1), pair(j + 1, 0), pair(j + 1, 1));
         }
       } else {
-        const int job = (item + i * kItems) / kLine;
         const unsigned int* const w = words + 8 * i;
-        Vector* const target = tile + job / 8 * kUnits;
-        target[unit_at(job % 8, t, 0)] = unit_of<left>(w[0], w[1], w[4], w[5]);
-        target[unit_at(job % 8, t, 1)] = unit_of<left>(w[2], w[3], w[6], w[7]);
+        units[unit_at(g, t, 0)] = unit_of<left>(w[0], w[1], w[4], w[5]);
+        units[unit_at(g, t, 1)] = unit_of<left>(w[2], w[3], w[6], w[7]);
       }
     }
   }

@@ -13,12 +13,33 @@ namespace ipex {
 
 using half = sycl::half;
 
+constexpr float kLog2e = 1.4426950408889634f;
+
+// What would lie in memory, not in registers, as an argument.
+#define IPEX_INLINE __attribute__((always_inline))
+
+// A GPU that multiplies matrices of bfloat16 rounds two numbers by one instruction, and may be slow
+// to round one alone. The compiler's own type says so; SPIR-V has none.
+#if defined(IPEX_GPU) && IPEX_SUB_GROUP > 0 && !defined(__SPIR__) && !defined(__SPIRV__)
+#define IPEX_ROUNDS_PAIRS
+#endif
+// The bits of two rounded numbers, the first one in the lower half.
+template <typename Number>
+IPEX_INLINE inline unsigned int rounded_pair(float a, float b) {
+  using Floats = float __attribute__((ext_vector_type(2)));
+  using Pair = Number __attribute__((ext_vector_type(2)));
+  const Floats both = {a, b};
+  return sycl::bit_cast<unsigned int>(__builtin_convertvector(both, Pair));
+}
+
 // Round to nearest even; NaN stays NaN.
 struct bf16 {
   unsigned short bits;
   bf16() = default;
   explicit bf16(float value) {
-#if defined(IPEX_GPU) && IPEX_SUB_GROUP > 0  // what multiplies matrices of them has an instruction
+#if defined(IPEX_ROUNDS_PAIRS)
+    bits = static_cast<unsigned short>(rounded_pair<__bf16>(value, 0.f));
+#elif defined(IPEX_GPU) && IPEX_SUB_GROUP > 0  // which has an instruction
     bits = sycl::bit_cast<unsigned short>(sycl::ext::oneapi::bfloat16(value));
 #else
     const unsigned int x = sycl::bit_cast<unsigned int>(value);
@@ -61,8 +82,16 @@ inline void store(T* p, unsigned long i, compute<T> value) {
   p[i] = T(value);
 }
 
-// What would lie in memory, not in registers, as an argument.
-#define IPEX_INLINE __attribute__((always_inline))
+// Two numbers of 16 bits, the first one in the lower half.
+template <typename T>
+IPEX_INLINE inline unsigned int pair_of(float a, float b) {
+#ifdef IPEX_ROUNDS_PAIRS
+  if constexpr (std::is_same_v<T, bf16>) return rounded_pair<__bf16>(a, b);
+  if constexpr (std::is_same_v<T, half>) return rounded_pair<_Float16>(a, b);
+#endif
+  return sycl::bit_cast<unsigned short>(T(a)) |
+         static_cast<unsigned int>(sycl::bit_cast<unsigned short>(T(b))) << 16;
+}
 
 // Sixteen bytes of numbers, which an item of a GPU moves at once: words, since a compiler keeps
 // arrays of small numbers in memory.
@@ -85,14 +114,19 @@ struct Wide {
       return static_cast<T>(bits[i / 4] >> (i % 4 * 8));
     }
   }
-  // Of results in order, of numbers of 2 or 4 bytes: the places are empty.
-  IPEX_INLINE void set(int i, compute<T> value) {
-    if constexpr (sizeof(T) == 4) {
-      bits[i] = sycl::bit_cast<unsigned int>(T(value));
-    } else {
-      bits[i / 2] |= static_cast<unsigned int>(sycl::bit_cast<unsigned short>(T(value)))
-                     << (i % 2 * 16);
+  // Of the results f(0), f(1) ..., of numbers of 2 or 4 bytes.
+  template <typename F>
+  static IPEX_INLINE Wide of(F f) {
+    Wide result;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        result.bits[i] = sycl::bit_cast<unsigned int>(T(f(i)));
+      } else {
+        result.bits[i] = pair_of<T>(f(2 * i), f(2 * i + 1));
+      }
     }
+    return result;
   }
 };
 template <typename T>
@@ -159,13 +193,10 @@ IPEX_INLINE inline void map_elements(T* y, unsigned long n, F f, const Inputs*..
   constexpr int kCount = Wide<T>::count;
   const unsigned long begin = global_id() * kCount;
   if (begin + kCount <= n && aligned(y, x...)) {
-    Wide<T> result{};
     const auto of = [&](const auto... wide) IPEX_INLINE {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) result.set(i, f(wide.get(i)...));
+      store_wide(y + begin, Wide<T>::of([&](int i) IPEX_INLINE { return f(wide.get(i)...); }));
     };
     of(load_wide(x + begin)...);
-    store_wide(y + begin, result);
     return;
   }
   const unsigned long end = begin + kCount < n ? begin + kCount : n;
@@ -182,21 +213,41 @@ constexpr int kMostSubGroups = 64;
 sycl::ext::oneapi::experimental::work_group_static<unsigned int[2 * kMostSubGroups]> parts_of_group;
 #endif
 
-// The values of all items of a group, joined. On a GPU with one barrier: sub-groups first, whose
-// results all items join in one order. `turn` is 0 and 1 alternately, since others may still read.
+#ifdef IPEX_GPU
+// The values of all items of a group of whole sub-groups, a power of 2 of them, joined with one
+// barrier and without calls, which the reductions of SYCL may be: a sub-group by exchanges, then
+// the results of sub-groups in the same way. `turn` is 0 and 1 alternately, since others may still
+// read.
+template <typename C, typename Op>
+IPEX_INLINE inline C join_items(const sycl::group<1>& group, unsigned int lane, unsigned int lanes,
+                                C value, Op op, int turn) {
+  const auto sub_group = sycl::ext::oneapi::this_work_item::get_sub_group();
+  const auto size = static_cast<unsigned int>(sub_group.get_max_local_range()[0]);
+  const auto exchange = [&](unsigned int count) IPEX_INLINE {
+    for (unsigned int step = 1; step < count; step *= 2)
+      value = op(value, sycl::permute_group_by_xor(sub_group, value, step));
+  };
+  exchange(size);
+  if (lanes <= size) return value;
+  C* const parts = reinterpret_cast<C*>(*&parts_of_group) + turn * kMostSubGroups;
+  const unsigned int own = lane % size;
+  const unsigned int count = lanes / size;
+  if (own == 0) parts[lane / size] = value;
+  sycl::group_barrier(group);
+  value = parts[own % count];
+  for (unsigned int i = own + size; i < count; i += size) value = op(value, parts[i]);
+  exchange(count < size ? count : size);
+  return value;
+}
+#endif
+
+// The values of all items of a group, joined.
 template <typename C, typename Op>
 IPEX_INLINE inline C reduce_group(const sycl::group<1>& group, C value, Op op, int turn = 0) {
 #ifdef IPEX_GPU
   if constexpr (sizeof(C) == 4) {
-    const auto sub_group = sycl::ext::oneapi::this_work_item::get_sub_group();
-    value = sycl::reduce_over_group(sub_group, value, op);
-    C* const parts = reinterpret_cast<C*>(*&parts_of_group) + turn * kMostSubGroups;
-    if (sub_group.leader()) parts[sub_group.get_group_linear_id()] = value;
-    sycl::group_barrier(group);
-    C total = parts[0];
-    for (unsigned int i = 1; i < sub_group.get_group_linear_range(); ++i)
-      total = op(total, parts[i]);
-    return total;
+    return join_items(group, static_cast<unsigned int>(group.get_local_linear_id()),
+                      static_cast<unsigned int>(group.get_local_linear_range()), value, op, turn);
   }
 #endif
   return sycl::reduce_over_group(group, value, op);
@@ -248,7 +299,13 @@ struct Row {
   }
   template <typename C, typename Op>
   IPEX_INLINE C joined(C value, Op op) const {
-    return reduce_group(group, value, op, turn ^= 1);
+    turn ^= 1;
+#ifdef IPEX_GPU
+    return join_items(group, static_cast<unsigned int>(lane), static_cast<unsigned int>(lanes),
+                      value, op, turn);
+#else
+    return reduce_group(group, value, op, turn);
+#endif
   }
 };
 
@@ -305,10 +362,9 @@ struct InRegisters {
   template <typename F>
   IPEX_INLINE void put(T* y, F f) const {
     each_part([&](int part, unsigned long i) IPEX_INLINE {
-      Wide<T> result{};
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) result.set(j, f(i + j, parts[part].get(j)));
-      store_wide(y + i, result);
+      store_wide(y + i, Wide<T>::of([&](int j) IPEX_INLINE {
+        return f(i + j, parts[part].get(j));
+      }));
     });
   }
   template <typename W, typename F>
@@ -318,10 +374,9 @@ struct InRegisters {
       float addends[kCount];
       load_some(factors, a, i, no_a);
       load_some(addends, b, i, no_b);
-      Wide<T> result{};
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) result.set(j, f(parts[part].get(j), factors[j], addends[j]));
-      store_wide(y + i, result);
+      store_wide(y + i, Wide<T>::of([&](int j) IPEX_INLINE {
+        return f(parts[part].get(j), factors[j], addends[j]);
+      }));
     });
   }
   // Numbers that all rows share, 16 bytes at a time.

@@ -22,7 +22,7 @@ constexpr bool kShort = sizeof(T) == 2;
 template <typename T>
 constexpr bool kShort = false;
 #endif
-constexpr float kLog2e = 1.4426950408889634f;
+using ipex::kLog2e;
 template <typename T>
 IPEX_INLINE inline float shift_of(float top) {
   return kShort<T> ? top * kLog2e : top;
@@ -97,10 +97,9 @@ IPEX_INLINE inline void add_residual(const Row& row, const T* x, const T* residu
     row.each_of(row.columns / kCount, [=](unsigned long i) IPEX_INLINE {
       const auto a = ipex::load_wide(x + i * kCount);
       const auto b = ipex::load_wide(residual + i * kCount);
-      ipex::Wide<T> total{};
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) total.set(j, a.get(j) + b.get(j));
-      ipex::store_wide(sum + i * kCount, total);
+      ipex::store_wide(sum + i * kCount, ipex::Wide<T>::of([&](int j) IPEX_INLINE {
+        return a.get(j) + b.get(j);
+      }));
     });
   } else {
     row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });

@@ -51,13 +51,32 @@ void launch_rows(const at::Tensor& tensor, const std::string& name, std::int64_t
                  std::int64_t columns, Args... args) {
   if (rows == 0) return;
   const auto device = static_cast<c10::DeviceIndex>(tensor.get_device());
-  // On a CPU a group is one vector; more of them only wait for each other.
-  std::size_t group = 16;
+  // On a CPU a group is one vector; more of them only wait for each other. A GPU has whole
+  // sub-groups, of which it has reduce_group.
+  std::size_t group = device_info(device).is_cpu ? 16 : 32;
   while (!device_info(device).is_cpu && group < 256 &&
          static_cast<std::int64_t>(group) * 4 < columns)
     group *= 2;
   launch<1>(current_queue(device), device, name,
             sycl::range<1>(static_cast<std::size_t>(rows) * group), sycl::range<1>(group), args...);
+}
+
+// The same for kernels whose items have several numbers of a row on a GPU, up to `most` bytes of
+// them: small groups, as long as they fill the device.
+template <typename... Args>
+void launch_wide_rows(const at::Tensor& tensor, const std::string& name, std::int64_t rows,
+                      std::int64_t columns, std::int64_t most, Args... args) {
+  const auto device = static_cast<c10::DeviceIndex>(tensor.get_device());
+  if (bytes_of_item(static_cast<int>(device)) == 0)
+    return launch_rows(tensor, name, rows, columns, args...);
+  if (rows == 0) return;
+  const std::int64_t fill = device_info(device).compute_units * std::int64_t{2048};
+  std::int64_t group = 256;
+  while (group > 32 && group / 2 * most >= columns * tensor.element_size() && rows * group > fill)
+    group /= 2;
+  launch<1>(current_queue(device), device, name,
+            sycl::range<1>(static_cast<std::size_t>(rows * group)),
+            sycl::range<1>(static_cast<std::size_t>(group)), args...);
 }
 
 // One work-item for each of `columns` elements of each of `rows` rows; kernels test the column.

@@ -1,20 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention by joint_matrix where the layout of ../pairs.h holds, with the arguments of
-// attention_tiles.sycl.cpp, for heads of up to kSize numbers of 16 bits. A group owns 64 queries
-// that share a head of keys and goes through the keys in blocks, of which the next one is on its
-// way to registers; a sub-group owns 16 of the queries. Scores stay in registers: what an item
-// holds of them is what it holds of the left operand of the product with the values, if keys are
-// dealt out as steps are. Values are kept by columns, since their steps are the keys.
+// attention_tiles.sycl.cpp, for heads of up to kSize numbers of 16 bits. A group owns 64 or 128
+// queries that share a head of keys and goes through the keys in blocks, of which the next one is
+// on its way to registers; a sub-group owns 16 or 32 of the queries. Scores of 32 keys at a time
+// stay in registers: what an item holds of them is what it holds of the left operand of the product
+// with the values, if keys are dealt out as steps are. Values are kept by columns, since their
+// steps are the keys.
+// Subnormal numbers may be zero.
 #include "attention_rules.h"
 #include "pairs.h"
 
 constexpr int kSubGroups = 4;
-constexpr int kRows = kSide * kSubGroups;  // queries of a group
 constexpr int kItems = kSubGroups * 32;
 constexpr float kLowest = -3.4028235e38f;  // of numbers
 
 template <int kSize>
 constexpr int kKeys = 4096 / kSize;  // of a block
+// Matrices of queries of a sub-group, which share what it reads of keys and values.
+template <int kSize>
+constexpr int kTall = kSize <= 64 ? 2 : 1;
 constexpr int kStored = 4096 / 8;    // vectors of a block of keys or values
 here::experimental::work_group_static<Vector[4 * kStored]> tiles_of_group;
 
@@ -39,8 +43,10 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
                      long behind, long ahead, float scale, float softcap, int bottom_right) {
   using E = typename Element<T>::type;
   constexpr int kBlock = kKeys<kSize>;
-  constexpr int kScores = kBlock / kSide;  // matrices of scores, and of weights
+  constexpr int kScores = kBlock / kSide;  // matrices of keys of a block
   constexpr int kParts = kSize / kSide;    // matrices of a query, and of the sums
+  constexpr int kOwn = 2 * kTall<kSize>;   // queries of an item
+  constexpr int kRows = kSubGroups * kSide * kTall<kSize>;
   const auto position = here::this_work_item::get_nd_item<3>();
   const auto team = position.get_group();
   const auto sub_group = position.get_sub_group();
@@ -131,143 +137,173 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
   };
   if (from < to) fetch(from);
 
-  // The item's queries: rows g and g + 8 of its sub-group.
-  int place[2];
-  float slope[2];
-  const float* bias[2];
-  const T* query[2];
-  const int own = item / 32 * kSide + g;
+  // The item's queries: rows g and g + 8 of each matrix of its sub-group.
+  int place[kOwn];
+  float slope[kOwn];
+  const float* bias[kOwn];
+  const int own = item / 32 * kSide * kTall<kSize> + g;
+  Left<E> parts_of_query[kTall<kSize>][kParts];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const unsigned int row = all.row(own + 8 * half);
-    const long head = kv_head * group + row / all.queries;
-    const int at = static_cast<int>(row % all.queries);
-    place[half] = at + all.offset;
-    slope[half] = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
-    bias[half] = mask != nullptr ? mask + sequence * m_batch + head * m_head + at * m_row : nullptr;
-    query[half] = all.line(q, row, q_starts, sequence, q_batch, q_head, q_row, kv_head * group);
-  }
-  Left<E> parts_of_query[kParts];
+  for (int m = 0; m < kTall<kSize>; ++m) {
+    const T* query[2];
 #pragma unroll
-  for (int b = 0; b < kParts / 2; ++b) {
-    const int at = b * kDepth + t * 8;
-    const bool inside = at < size;
-    const Vector x = inside ? *reinterpret_cast<const Vector*>(query[0] + at) : Vector(0);
-    const Vector z = inside ? *reinterpret_cast<const Vector*>(query[1] + at) : Vector(0);
-    set_unit(sub_group, parts_of_query[2 * b], unit_of<true>(x[0], x[1], z[0], z[1]));
-    set_unit(sub_group, parts_of_query[2 * b + 1], unit_of<true>(x[2], x[3], z[2], z[3]));
+    for (int half = 0; half < 2; ++half) {
+      const int r = 2 * m + half;
+      const unsigned int row = all.row(own + 8 * r);
+      const long head = kv_head * group + row / all.queries;
+      const int at = static_cast<int>(row % all.queries);
+      place[r] = at + all.offset;
+      slope[r] = slopes != nullptr ? slopes[sequence * slope_batch + head] : 0.f;
+      bias[r] = mask != nullptr ? mask + sequence * m_batch + head * m_head + at * m_row : nullptr;
+      query[half] = all.line(q, row, q_starts, sequence, q_batch, q_head, q_row, kv_head * group);
+    }
+#pragma unroll
+    for (int b = 0; b < kParts / 2; ++b) {
+      const int at = b * kDepth + t * 8;
+      const bool inside = at < size;
+      const Vector x = inside ? *reinterpret_cast<const Vector*>(query[0] + at) : Vector(0);
+      const Vector z = inside ? *reinterpret_cast<const Vector*>(query[1] + at) : Vector(0);
+      set_unit(sub_group, parts_of_query[m][2 * b], unit_of<true>(x[0], x[1], z[0], z[1]));
+      set_unit(sub_group, parts_of_query[m][2 * b + 1], unit_of<true>(x[2], x[3], z[2], z[3]));
+    }
   }
   const int own_units[2] = {unit_at(g, t, 0), unit_at(g, t, 1)};
-  Sums sums[kParts];
+  Sums sums[kTall<kSize>][kParts];
 #pragma unroll
-  for (int d = 0; d < kParts; ++d) joint::joint_matrix_fill(sub_group, sums[d], 0.f);
+  for (int m = 0; m < kTall<kSize>; ++m) {
+#pragma unroll
+    for (int d = 0; d < kParts; ++d) joint::joint_matrix_fill(sub_group, sums[m][d], 0.f);
+  }
 
   const float cap = softcap > 0.f ? 1.f / softcap : 0.f;
   const float low = -__builtin_inff();
-  float most[2] = {low, low};
-  float total[2] = {};  // of the item's own keys
+  // What a score is multiplied by on its way to a power of 2; above 0 if plain.
+  const float unit = plain ? scale * kLog2e : 1.f;
+  float most[kOwn];      // before that
+  float total[kOwn];     // of the item's own keys
+#pragma unroll
+  for (int r = 0; r < kOwn; ++r) {
+    most[r] = low;
+    total[r] = 0.f;
+  }
   if (from < to) put(tiles);
   sycl::group_barrier(team);
   int now = 0;
 #pragma unroll 1
   for (int start = from; start < to; start += kBlock) {
     if (start + kBlock < to) fetch(start + kBlock);
-    float score[2][kScores * 4];
+#pragma unroll 1
+    for (int pass = 0; pass < kBlock / kDepth; ++pass) {
+      const int first = start + pass * kDepth;
+      // Number i of a query is of the key first + 8 t + i.
+      float score[kOwn][8];
 #pragma unroll
-    for (int j = 0; j < kScores; ++j) {
-      Sums products;
-      joint::joint_matrix_fill(sub_group, products, 0.f);
+      for (int j = 0; j < 2; ++j) {
+        Sums products[kTall<kSize>];
 #pragma unroll
-      for (int b = 0; b < kParts / 2; ++b) {
-        const Vector* const units = tiles + now + (b * kScores + j) * kUnits;
+        for (int m = 0; m < kTall<kSize>; ++m)
+          joint::joint_matrix_fill(sub_group, products[m], 0.f);
+#pragma unroll
+        for (int b = 0; b < kParts / 2; ++b) {
+          const Vector* const units = tiles + now + (b * kScores + 2 * pass + j) * kUnits;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            Right<E> columns;
+            set_unit(sub_group, columns, units[own_units[half]]);
+#pragma unroll
+            for (int m = 0; m < kTall<kSize>; ++m)
+              joint::joint_matrix_mad(sub_group, products[m], parts_of_query[m][2 * b + half],
+                                      columns, products[m]);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kTall<kSize>; ++m) {
+          int e = 0;
+          joint::joint_matrix_apply(sub_group, products[m], [&](float& value) IPEX_INLINE {
+            score[2 * m + e / 2 % 2][4 * j + e / 4 * 2 + e % 2] = value;
+            ++e;
+          });
+        }
+      }
+      const bool edge = first + kDepth > to || first + kDepth - 1 - all.lowest > all.after ||
+                        all.highest - first > all.before;
+      if (!plain || edge) {
+#pragma unroll
+        for (int r = 0; r < kOwn; ++r) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const int key = first + t * 8 + i;
+            const int distance = key - place[r];
+            float s = score[r][i];
+            if (!plain) {
+              s *= scale;
+              if (softcap > 0.f) s = softcap * capped(s * cap);
+              if (slopes != nullptr)
+                s -= slope[r] * static_cast<float>(distance < 0 ? -distance : distance);
+              if (mask != nullptr && key < to) s += bias[r][key * m_key];
+              // The lowest number, of masks, stays one.
+              const float scaled = s * kLog2e;
+              s = s == low ? low : scaled < kLowest ? kLowest : scaled;
+            }
+            score[r][i] = all.hides(key, distance) ? low : s;
+          }
+        }
+      }
+      float factor[kOwn];
+      bool changed = false;
+#pragma unroll
+      for (int r = 0; r < kOwn; ++r) {
+        float top = most[r];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) top = larger(score[r][i], top);
+        top = shared(sub_group, top, [](float a, float b) IPEX_INLINE { return larger(a, b); });
+        const float base = top == low ? 0.f : top * unit;
+        factor[r] = power(most[r] * unit - base);
+        changed = changed || factor[r] != 1.f;
+        most[r] = top;
+        total[r] *= factor[r];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          score[r][i] = power(score[r][i] * unit - base);
+          total[r] += score[r][i];
+        }
+      }
+      if (sycl::any_of_group(sub_group, changed)) {
+#pragma unroll
+        for (int m = 0; m < kTall<kSize>; ++m) {
+#pragma unroll
+          for (int d = 0; d < kParts; ++d) {
+            int e = 0;
+            joint::joint_matrix_apply(sub_group, sums[m][d], [&](float& value) IPEX_INLINE {
+              value *= factor[2 * m + e / 2 % 2];
+              ++e;
+            });
+          }
+        }
+      }
+      Left<E> weights[kTall<kSize>][2];
+#pragma unroll
+      for (int m = 0; m < kTall<kSize>; ++m) {
+        const float* const x = score[2 * m];
+        const float* const z = score[2 * m + 1];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int i = 4 * half;
+          set_unit(sub_group, weights[m][half],
+                   unit_of<true>(pair_of<T>(x[i], x[i + 1]), pair_of<T>(x[i + 2], x[i + 3]),
+                                 pair_of<T>(z[i], z[i + 1]), pair_of<T>(z[i + 2], z[i + 3])));
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < kParts; ++d) {
+        const Vector* const units = tiles + now + kStored + (pass * kParts + d) * kUnits;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           Right<E> columns;
           set_unit(sub_group, columns, units[own_units[half]]);
-          joint::joint_matrix_mad(sub_group, products, parts_of_query[2 * b + half], columns,
-                                  products);
-        }
-      }
-      int e = 0;
-      joint::joint_matrix_apply(sub_group, products, [&](float& value) IPEX_INLINE {
-        score[e / 2 % 2][4 * j + e / 4 * 2 + e % 2] = value;
-        ++e;
-      });
-    }
-    // Number 4 j + i of a query is of the key 32 (j / 2) + 8 t + 4 (j % 2) + i.
-    const bool edge = start + kBlock > to || start + kBlock - 1 - all.lowest > all.after ||
-                      all.highest - start > all.before;
-    if (!plain || edge) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int i = 0; i < kScores * 4; ++i) {
-          const int key = start + i / 8 * kDepth + t * 8 + i % 8;
-          const int distance = key - place[half];
-          float s = score[half][i] * scale;
-          if (!plain && softcap > 0.f) s = softcap * capped(s * cap);
-          if (!plain && slopes != nullptr)
-            s -= slope[half] * static_cast<float>(distance < 0 ? -distance : distance);
-          if (!plain && mask != nullptr && key < to) s += bias[half][key * m_key];
-          // The lowest number, of masks, stays one.
-          const float scaled = s * kLog2e;
-          score[half][i] = all.hides(key, distance) || s == low ? low
-                           : scaled < kLowest                   ? kLowest
-                                                                : scaled;
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kScores * 8; ++i)
-        score[i / (kScores * 4)][i % (kScores * 4)] *= scale * kLog2e;
-    }
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = most[half];
-#pragma unroll
-      for (int i = 0; i < kScores * 4; ++i) top = larger(score[half][i], top);
-      top = shared(sub_group, top, [](float a, float b) IPEX_INLINE { return larger(a, b); });
-      const float base = top == low ? 0.f : top;
-      factor[half] = power(most[half] - base);
-      most[half] = top;
-      total[half] *= factor[half];
-#pragma unroll
-      for (int i = 0; i < kScores * 4; ++i) {
-        score[half][i] = power(score[half][i] - base);
-        total[half] += score[half][i];
-      }
-    }
-    if (sycl::any_of_group(sub_group, factor[0] != 1.f || factor[1] != 1.f)) {
-#pragma unroll
-      for (int d = 0; d < kParts; ++d) {
-        int e = 0;
-        joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
-          value *= factor[e / 2 % 2];
-          ++e;
-        });
-      }
-    }
-#pragma unroll
-    for (int b = 0; b < kScores / 2; ++b) {
-      Left<E> weights[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = 4 * (2 * b + half);
-        set_unit(sub_group, weights[half],
-                 Vector{pair_of<T>(score[0][i], score[0][i + 1]),
-                        pair_of<T>(score[1][i], score[1][i + 1]),
-                        pair_of<T>(score[0][i + 2], score[0][i + 3]),
-                        pair_of<T>(score[1][i + 2], score[1][i + 3])});
-      }
-#pragma unroll
-      for (int d = 0; d < kParts; ++d) {
-        const Vector* const units = tiles + now + kStored + (b * kParts + d) * kUnits;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Right<E> columns;
-          set_unit(sub_group, columns, units[own_units[half]]);
-          joint::joint_matrix_mad(sub_group, sums[d], weights[half], columns, sums[d]);
+          for (int m = 0; m < kTall<kSize>; ++m)
+            joint::joint_matrix_mad(sub_group, sums[m][d], weights[m][half], columns, sums[m][d]);
         }
       }
     }
@@ -276,38 +312,42 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
     sycl::group_barrier(team);
   }
 
-  float numbers[2][kParts * 4];
 #pragma unroll
-  for (int d = 0; d < kParts; ++d) {
-    int e = 0;
-    joint::joint_matrix_apply(sub_group, sums[d], [&](float& value) IPEX_INLINE {
-      numbers[e / 2 % 2][4 * d + e % 2 * 2 + e / 4] = value;
-      ++e;
-    });
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float whole =
-        shared(sub_group, total[half], [](float a, float b) IPEX_INLINE { return a + b; });
-    const unsigned int row = all.first + own + 8 * half;
-    if (row > all.last) continue;
-    const float factor =
-        share_of(whole, most[half] * (1.f / kLog2e), sinks, kv_head * group + row / all.queries);
-    T* const target =
-        all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
-    using Bits = unsigned int __attribute__((ext_vector_type(2)));
-    const bool dense = reinterpret_cast<unsigned long>(target) % 8 == 0;
+  for (int m = 0; m < kTall<kSize>; ++m) {
+    float numbers[2][kParts * 4];
 #pragma unroll
     for (int d = 0; d < kParts; ++d) {
-      const int at = d * kSide + t * 4;
-      if (at >= value_size) continue;
-      const float* const x = numbers[half] + 4 * d;
-      if (dense) {
-        *reinterpret_cast<Bits*>(target + at) = Bits{pair_of<T>(x[0] * factor, x[1] * factor),
-                                                     pair_of<T>(x[2] * factor, x[3] * factor)};
-      } else {
+      int e = 0;
+      joint::joint_matrix_apply(sub_group, sums[m][d], [&](float& value) IPEX_INLINE {
+        numbers[e / 2 % 2][4 * d + e % 2 * 2 + e / 4] = value;
+        ++e;
+      });
+    }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store(target, at + i, x[i] * factor);
+    for (int half = 0; half < 2; ++half) {
+      const int r = 2 * m + half;
+      const float whole =
+          shared(sub_group, total[r], [](float a, float b) IPEX_INLINE { return a + b; });
+      const unsigned int row = all.first + own + 8 * r;
+      if (row > all.last) continue;
+      const float factor = share_of(whole, most[r] * unit * (1.f / kLog2e), sinks,
+                                    kv_head * group + row / all.queries);
+      T* const target =
+          all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
+      using Bits = unsigned int __attribute__((ext_vector_type(2)));
+      const bool dense = reinterpret_cast<unsigned long>(target) % 8 == 0;
+#pragma unroll
+      for (int d = 0; d < kParts; ++d) {
+        const int at = d * kSide + t * 4;
+        if (at >= value_size) continue;
+        const float* const x = numbers[half] + 4 * d;
+        if (dense) {
+          *reinterpret_cast<Bits*>(target + at) = Bits{pair_of<T>(x[0] * factor, x[1] * factor),
+                                                       pair_of<T>(x[2] * factor, x[3] * factor)};
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) store(target, at + i, x[i] * factor);
+        }
       }
     }
   }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of matrices by joint_matrix where the layout of ../pairs.h holds. A group makes
-// 64 kParts x 128 elements of the result, a sub-group 64 x 64 of them. The next steps of both
-// operands are on their way to registers while tiles in the memory of the group are multiplied. A
-// large group takes 64 steps at a time, whole lines of a cache, so that it waits for memory less
-// often; its tiles have no room for the next ones.
+// 64 kParts x 128 elements of the result. 2 kParts sub-groups multiply, each for 64 x 64 elements,
+// whose sums take most of the registers; two more bring the next steps of both operands through
+// theirs to the memory of the group meanwhile. So nothing that multiplies waits for memory. A
+// sub-group meets barriers in one of two loops, as many in each.
 #include "pairs.h"
 
 constexpr int kBlock = 64;     // rows and columns of a sub-group
@@ -24,11 +24,11 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
                   long y_batch, long y_row, long y_column, float alpha, float beta) {
   using E = typename Element<T>::type;
   constexpr int kRows = kParts * kBlock;
-  constexpr int kItems = kParts * (kColumns / kBlock) * 32;
-  constexpr int kTiles = kParts / 2;
+  constexpr int kMultiply = kParts * (kColumns / kBlock) * 32;  // items
+  constexpr int kBring = 64;
   constexpr int kLefts = kRows / kSide * kUnits;  // of a tile
   constexpr int kRights = kColumns / kSide * kUnits;
-  constexpr int kStored = kTiles == 1 ? kLefts + kRights : 0;  // to the next tiles
+  constexpr int kStored = kLefts + kRights;  // to the next tiles
   const auto position = here::this_work_item::get_nd_item<3>();
   const auto group = position.get_group();
   const auto sub_group = position.get_sub_group();
@@ -43,58 +43,60 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
   const unsigned int of_band = index - band * across_groups;
   const int first_row = static_cast<int>(band + of_band % height) * kRows;
   const int first_column = static_cast<int>(of_band / height) * kColumns;
-  Operand<kRows, kTiles, kItems, a_swapped, true> left(
-      a + batch * a_batch + (a_swapped ? first_row : first_row * a_pitch), a_pitch, m - first_row,
-      steps, item);
-  Operand<kColumns, kTiles, kItems, b_swapped, false> right(
-      b + batch * b_batch + (b_swapped ? first_column : first_column * b_pitch), b_pitch,
-      n - first_column, steps, item);
+  Vector* const tiles = *&tiles_of_group;
+  int now = 0;
+  if (item >= kMultiply) {
+    Operand<kRows, kBring, a_swapped, true> left(
+        a + batch * a_batch + (a_swapped ? first_row : first_row * a_pitch), a_pitch, m - first_row,
+        steps, item - kMultiply);
+    Operand<kColumns, kBring, b_swapped, false> right(
+        b + batch * b_batch + (b_swapped ? first_column : first_column * b_pitch), b_pitch,
+        n - first_column, steps, item - kMultiply);
+    left.fetch();
+    right.fetch();
+#pragma unroll 1
+    for (int first = 0; first < steps; first += kDepth) {
+      left.put(tiles + now);
+      right.put(tiles + now + kLefts);
+      left.fetch();  // zeros behind the last step
+      right.fetch();
+      sycl::group_barrier(group);
+      now = kStored - now;
+    }
+    return;
+  }
   const int down = item / 64 * kBlock;
   const int across = item / 32 % 2 * kBlock;
   const int g = item % 32 / 4;
   const int t = item % 4;
-  Vector* const tiles = *&tiles_of_group;
   const Vector* const lefts = tiles + down / kSide * kUnits;
-  const Vector* const rights = tiles + kTiles * kLefts + across / kSide * kUnits;
+  const Vector* const rights = tiles + kLefts + across / kSide * kUnits;
   const int own[2] = {unit_at(g, t, 0), unit_at(g, t, 1)};
-
   Sums sums[kMatrices][kMatrices];
 #pragma unroll
   for (int i = 0; i < kMatrices; ++i) {
 #pragma unroll
     for (int j = 0; j < kMatrices; ++j) joint::joint_matrix_fill(sub_group, sums[i][j], 0.f);
   }
-  left.fetch();
-  right.fetch();
-  left.put(tiles);
-  right.put(tiles + kTiles * kLefts);
-  sycl::group_barrier(group);
-  int now = 0;
 #pragma unroll 1
-  for (int first = 0; first < steps; first += kTiles * kDepth) {
-    left.fetch();  // zeros behind the last step
-    right.fetch();
+  for (int first = 0; first < steps; first += kDepth) {
+    sycl::group_barrier(group);
 #pragma unroll
-    for (int half = 0; half < 2 * kTiles; ++half) {
+    for (int half = 0; half < 2; ++half) {
       Right<E> columns[kMatrices];
 #pragma unroll
       for (int j = 0; j < kMatrices; ++j)
-        set_unit(sub_group, columns[j],
-                 rights[now + half / 2 * kRights + j * kUnits + own[half % 2]]);
+        set_unit(sub_group, columns[j], rights[now + j * kUnits + own[half]]);
 #pragma unroll
       for (int i = 0; i < kMatrices; ++i) {
         Left<E> rows;
-        set_unit(sub_group, rows, lefts[now + half / 2 * kLefts + i * kUnits + own[half % 2]]);
+        set_unit(sub_group, rows, lefts[now + i * kUnits + own[half]]);
 #pragma unroll
         for (int j = 0; j < kMatrices; ++j)
           joint::joint_matrix_mad(sub_group, sums[i][j], rows, columns[j], sums[i][j]);
       }
     }
-    if constexpr (kTiles > 1) sycl::group_barrier(group);
     now = kStored - now;
-    left.put(tiles + now);
-    right.put(tiles + now + kTiles * kLefts);
-    sycl::group_barrier(group);
   }
 
   // The item's numbers: four neighbors of rows 2 g and 2 g + 1 of each matrix.
@@ -144,13 +146,13 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
   template void matmul_pairs<T, kParts, a_swapped, b_swapped>(                                   \
       const T*, const T*, const T*, T*, int, int, int, long, long, long, long, long, long, long, \
       long, long, long, float, float);
-#define ALL(T)                     \
-  MATMUL_PAIRS(T, 2, false, false) \
-  MATMUL_PAIRS(T, 2, false, true)  \
-  MATMUL_PAIRS(T, 2, true, false)  \
-  MATMUL_PAIRS(T, 2, true, true)   \
-  MATMUL_PAIRS(T, 4, false, true)  \
-  MATMUL_PAIRS(T, 4, true, false)  \
-  MATMUL_PAIRS(T, 4, true, true)
+#define OF_ROWS(T, kParts)              \
+  MATMUL_PAIRS(T, kParts, false, false) \
+  MATMUL_PAIRS(T, kParts, false, true)  \
+  MATMUL_PAIRS(T, kParts, true, false)  \
+  MATMUL_PAIRS(T, kParts, true, true)
+#define ALL(T)  \
+  OF_ROWS(T, 2) \
+  OF_ROWS(T, 4)
 ALL(half)
 ALL(bf16)

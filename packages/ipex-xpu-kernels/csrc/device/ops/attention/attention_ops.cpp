@@ -161,20 +161,21 @@ void attention_kernel(const Attention& call) {
   const std::int64_t queries = group * call.longest;
   const bool tiled = !device_info(device).is_cpu && queries >= kFewestRows;
   const std::int64_t joint = tiled && takes_joint(call) ? device_info(device).joint_sub_group : 0;
-  const std::int64_t rows = tiled ? kTileRows : kLanes;
+  const bool wide = std::max(call.value.size(3), call.query.size(3)) > 64;
+  const bool pairs = joint != 0 && joint_pairs(device);
+  const std::int64_t rows = pairs && !wide ? 2 * kTileRows : tiled ? kTileRows : kLanes;
   const std::int64_t items = joint != 0 ? 4 * joint : tiled ? kTileItems : kLanes;
   const std::int64_t tiles = (queries + rows - 1) / rows;
   if (tiles == 0) return;
   const std::int64_t values = call.value.size(3);
   const std::string parts = values <= 64 ? ",1>" : values <= 128 ? ",2>" : ",4>";
-  const bool wide = std::max(values, call.query.size(3)) > 64;
   const bool plain = !(call.mask && call.mask->defined()) &&
                      !(call.slopes && call.slopes->defined()) &&
-                     !(call.table && call.table->defined()) && call.softcap <= 0;
+                     !(call.table && call.table->defined()) && call.softcap <= 0 && call.scale > 0;
   std::string name = tiled ? "attention_tiles<" + *dtype + parts : "attention<" + *dtype + ">";
   if (joint != 0) {
     const std::string size = wide ? ",128" : ",64";
-    name = joint_pairs(device) ? "attention_pairs<" + *dtype + size + (plain ? ",true>" : ",false>")
+    name = pairs ? "attention_pairs<" + *dtype + size + (plain ? ",true>" : ",false>")
                                : "attention_joint<" + *dtype + size + ">";
   }
   launch<3>(current_queue(device), device, name,

@@ -211,9 +211,10 @@ void multiply_tiles(const Product& p) {
 // The dimension of neighboring numbers of an operand for matmul_joint, whose items bring eight at a
 // time: 2 or 1, or 0 where it has none.
 int joint_dim(const Tensor& x) {
+  constexpr std::int64_t kMostPitch = std::int64_t{1} << 23;  // of which 256 are below 2^31
   for (const int d : {2, 1}) {
     if (x.stride(d) == 1 && x.stride(3 - d) % 8 == 0 && x.stride(3 - d) >= x.size(d) &&
-        x.stride(0) % 8 == 0 && x.size(d) % 8 == 0 &&
+        x.stride(0) % 8 == 0 && x.size(d) % 8 == 0 && x.stride(3 - d) < kMostPitch &&
         reinterpret_cast<std::uintptr_t>(x.const_data_ptr()) % 16 == 0)
       return d;
   }
@@ -228,24 +229,33 @@ bool multiply_joint(const Product& p) {
   constexpr std::int64_t kFewest = 16;
   const Tensor& y = p.y;
   const auto device = static_cast<c10::DeviceIndex>(y.get_device());
-  std::size_t items = 4 * std::size_t{device_info(device).joint_sub_group};
-  if (items == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest || y.size(2) < kFewest ||
+  const std::size_t sub_group = device_info(device).joint_sub_group;
+  if (sub_group == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest || y.size(2) < kFewest ||
       p.a.size(2) < kFewest)
     return false;
   const int a = joint_dim(p.a);
   const int b = joint_dim(p.b);
   if (a == 0 || b == 0) return false;
-  const bool pairs = joint_pairs(device);
-  // Larger groups, if there are enough of them, where numbers are swapped on their way.
-  const std::int64_t large = parts(y.size(1), 2 * kTile) * parts(y.size(2), kTile) * y.size(0);
-  const std::int64_t times =
-      pairs && (a == 1 || b == 1) && large >= device_info(device).compute_units ? 2 : 1;
   const auto swapped = [](int dim) { return dim == 1 ? "true" : "false"; };
   const std::string kind = std::string(swapped(a)) + ',' + swapped(b);
-  items *= static_cast<std::size_t>(times);
-  launch<3>(current_queue(device), device,
-            pairs ? kernel_name("matmul_pairs", p.dtype, (times == 1 ? "2," : "4,") + kind)
-                  : kernel_name("matmul_joint", p.dtype, kind),
+  // Four sub-groups for 128 rows, and of matmul_pairs two that bring the operands.
+  std::size_t items = 4 * sub_group;
+  std::int64_t times = 1;
+  std::string name = kernel_name("matmul_joint", p.dtype, kind);
+  if (joint_pairs(device)) {
+    items = 6 * sub_group;
+    name = kernel_name("matmul_pairs", p.dtype, "2," + kind);
+    // Larger groups, if there are enough of them.
+    const std::string larger = kernel_name("matmul_pairs", p.dtype, "4," + kind);
+    if (parts(y.size(1), 2 * kTile) * parts(y.size(2), kTile) * y.size(0) >=
+            device_info(device).compute_units &&
+        most_items(larger, device) >= 10 * sub_group) {
+      items = 10 * sub_group;
+      times = 2;
+      name = larger;
+    }
+  }
+  launch<3>(current_queue(device), device, name,
             {static_cast<std::size_t>(y.size(0)),
              static_cast<std::size_t>(parts(y.size(1), times * kTile)),
              static_cast<std::size_t>(parts(y.size(2), kTile)) * items},

@@ -16,20 +16,11 @@ using std::optional;
 // Dense, with the dimension in question last.
 Tensor as_rows(const Tensor& x, std::int64_t dim) { return x.transpose(dim, -1).contiguous(); }
 
-// For kernels whose items keep up to 32 values of a row on a GPU: small groups, as long as they
-// fill the device.
+// For kernels whose items keep up to 32 values of a row on a GPU.
 template <typename... Args>
 void launch_values(const Tensor& x, const std::string& name, std::int64_t rows,
                    std::int64_t columns, Args... args) {
-  const auto device = static_cast<c10::DeviceIndex>(x.get_device());
-  if (bytes_of_item(static_cast<int>(device)) == 0 || rows == 0)
-    return launch_rows(x, name, rows, columns, args...);
-  const std::int64_t fill = device_info(device).compute_units * std::int64_t{2048};
-  std::int64_t group = 256;
-  while (group > 32 && group * 16 >= columns && rows * group > fill) group /= 2;
-  launch<1>(current_queue(device), device, name,
-            sycl::range<1>(static_cast<std::size_t>(rows * group)),
-            sycl::range<1>(static_cast<std::size_t>(group)), args...);
+  launch_wide_rows(x, name, rows, columns, 32 * x.element_size(), args...);
 }
 
 bool softmax_into(const Tensor& x, std::int64_t dim, bool half_to_float, bool logarithm,

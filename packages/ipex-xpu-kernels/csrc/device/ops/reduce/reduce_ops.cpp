@@ -101,23 +101,8 @@ void launch_reduce(const char* op, const Planes& p, const Tensor& centers, std::
   const auto run = [&](auto number) {
     if (p.inner == 1) {
       const auto name = kernel_name("reduce_rows", op, dtype);
-      const std::int64_t rows = p.outer * parts;
-      const std::int64_t bytes = bytes_of_item(device);
-      if (bytes == 0) {
-        launch_rows(p.x, name, rows, chunk, out_data(y), data(p.x), data(centers), ulong(p.length),
-                    ulong(chunk), ulong(parts), number, kind);
-        return;
-      }
-      // Small groups, whose items have several loads each, as long as they fill the device.
-      const std::int64_t fill = device_info(device).compute_units * std::int64_t{2048};
-      std::int64_t group = 256;
-      while (group > 32 && group * bytes * kAhead > chunk * p.x.element_size() &&
-             rows * group > fill)
-        group /= 2;
-      launch<1>(current_queue(device), device, name,
-                sycl::range<1>(static_cast<std::size_t>(rows * group)),
-                sycl::range<1>(static_cast<std::size_t>(group)), out_data(y), data(p.x),
-                data(centers), ulong(p.length), ulong(chunk), ulong(parts), number, kind);
+      launch_wide_rows(p.x, name, p.outer * parts, chunk, kAhead * 16, out_data(y), data(p.x),
+                       data(centers), ulong(p.length), ulong(chunk), ulong(parts), number, kind);
     } else {
       const auto name = kernel_name("reduce_columns", op, dtype);
       const auto group = column_group(p);
