@@ -101,8 +101,6 @@ LoadStats load_stats();
 // The kernel for the device of a queue; built or read from the cache at its first use. Throws
 // std::runtime_error.
 const sycl::kernel& kernel(std::string_view name, int device);
-// Items of the largest group that the device has the registers for.
-std::size_t most_items(std::string_view name, int device);
 
 // Bytes of each operand that an item of a kernel of this device moves at once (map_elements in
 // prelude.h): 16 on a GPU whose kernels are compiled for it, 0 where an item moves one number.

@@ -330,9 +330,4 @@ const sycl::kernel& kernel(std::string_view name, int device) {
   }
 }
 
-std::size_t most_items(std::string_view name, int device) {
-  return kernel(name, device)
-      .get_info<sycl::info::kernel_device_specific::work_group_size>(sycl_device(device));
-}
-
 }  // namespace ipex::xpu

@@ -342,26 +342,28 @@ struct InRegisters {
   Wide<T> parts[kParts];
 
   IPEX_INLINE InRegisters(const Row& row_, const T* x) : row(row_) {
-    each_part([&](int part, unsigned long i) IPEX_INLINE { parts[part] = load_wide(x + i); });
+    each_part([&](int part, unsigned int i) IPEX_INLINE { parts[part] = load_wide(x + i); });
   }
   template <typename F>
   IPEX_INLINE void each_part(F f) const {
+    const auto columns = static_cast<unsigned int>(row.columns);  // 32 for each item
+    const auto pace = static_cast<unsigned int>(row.lanes) * kCount;
+    auto i = static_cast<unsigned int>(row.lane) * kCount;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const unsigned long i = (part * row.lanes + row.lane) * kCount;
-      if (i < row.columns) f(part, i);
+    for (int part = 0; part < kParts; ++part, i += pace) {
+      if (i < columns) f(part, i);
     }
   }
   template <typename F>
   IPEX_INLINE void each(F f) const {
-    each_part([&](int part, unsigned long i) IPEX_INLINE {
+    each_part([&](int part, unsigned int i) IPEX_INLINE {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) f(i + j, parts[part].get(j));
     });
   }
   template <typename F>
   IPEX_INLINE void put(T* y, F f) const {
-    each_part([&](int part, unsigned long i) IPEX_INLINE {
+    each_part([&](int part, unsigned int i) IPEX_INLINE {
       store_wide(y + i, Wide<T>::of([&](int j) IPEX_INLINE {
         return f(i + j, parts[part].get(j));
       }));
@@ -369,7 +371,7 @@ struct InRegisters {
   }
   template <typename W, typename F>
   IPEX_INLINE void put(T* y, const W* a, const W* b, float no_a, float no_b, F f) const {
-    each_part([&](int part, unsigned long i) IPEX_INLINE {
+    each_part([&](int part, unsigned int i) IPEX_INLINE {
       float factors[kCount];
       float addends[kCount];
       load_some(factors, a, i, no_a);
@@ -381,7 +383,7 @@ struct InRegisters {
   }
   // Numbers that all rows share, 16 bytes at a time.
   template <typename W>
-  static IPEX_INLINE void load_some(float (&numbers)[kCount], const W* x, unsigned long i,
+  static IPEX_INLINE void load_some(float (&numbers)[kCount], const W* x, unsigned int i,
                                     float none) {
     if (x != nullptr && aligned(x)) {
       constexpr int kEach = Wide<W>::count < kCount ? Wide<W>::count : kCount;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of matrices by joint_matrix where the layout of ../pairs.h holds. A group makes
-// 64 kParts x 128 elements of the result. 2 kParts sub-groups multiply, each for 64 x 64 elements,
-// whose sums take most of the registers; two more bring the next steps of both operands through
-// theirs to the memory of the group meanwhile. So nothing that multiplies waits for memory. A
-// sub-group meets barriers in one of two loops, as many in each.
+// 64 kParts x 128 elements of the result, a sub-group 64 x 64 of them. While tiles in the memory of
+// the group are multiplied, the next ones are written beside them from registers, to which the two
+// after these are on their way.
 #include "pairs.h"
 
 constexpr int kBlock = 64;     // rows and columns of a sub-group
@@ -24,8 +23,7 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
                   long y_batch, long y_row, long y_column, float alpha, float beta) {
   using E = typename Element<T>::type;
   constexpr int kRows = kParts * kBlock;
-  constexpr int kMultiply = kParts * (kColumns / kBlock) * 32;  // items
-  constexpr int kBring = 64;
+  constexpr int kItems = kParts * (kColumns / kBlock) * 32;
   constexpr int kLefts = kRows / kSide * kUnits;  // of a tile
   constexpr int kRights = kColumns / kSide * kUnits;
   constexpr int kStored = kLefts + kRights;  // to the next tiles
@@ -43,32 +41,17 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
   const unsigned int of_band = index - band * across_groups;
   const int first_row = static_cast<int>(band + of_band % height) * kRows;
   const int first_column = static_cast<int>(of_band / height) * kColumns;
-  Vector* const tiles = *&tiles_of_group;
-  int now = 0;
-  if (item >= kMultiply) {
-    Operand<kRows, kBring, a_swapped, true> left(
-        a + batch * a_batch + (a_swapped ? first_row : first_row * a_pitch), a_pitch, m - first_row,
-        steps, item - kMultiply);
-    Operand<kColumns, kBring, b_swapped, false> right(
-        b + batch * b_batch + (b_swapped ? first_column : first_column * b_pitch), b_pitch,
-        n - first_column, steps, item - kMultiply);
-    left.fetch();
-    right.fetch();
-#pragma unroll 1
-    for (int first = 0; first < steps; first += kDepth) {
-      left.put(tiles + now);
-      right.put(tiles + now + kLefts);
-      left.fetch();  // zeros behind the last step
-      right.fetch();
-      sycl::group_barrier(group);
-      now = kStored - now;
-    }
-    return;
-  }
+  Operand<kRows, kItems, a_swapped, true> left(
+      a + batch * a_batch + (a_swapped ? first_row : first_row * a_pitch), a_pitch, m - first_row,
+      steps, item);
+  Operand<kColumns, kItems, b_swapped, false> right(
+      b + batch * b_batch + (b_swapped ? first_column : first_column * b_pitch), b_pitch,
+      n - first_column, steps, item);
   const int down = item / 64 * kBlock;
   const int across = item / 32 % 2 * kBlock;
   const int g = item % 32 / 4;
   const int t = item % 4;
+  Vector* const tiles = *&tiles_of_group;
   const Vector* const lefts = tiles + down / kSide * kUnits;
   const Vector* const rights = tiles + kLefts + across / kSide * kUnits;
   const int own[2] = {unit_at(g, t, 0), unit_at(g, t, 1)};
@@ -78,9 +61,7 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
 #pragma unroll
     for (int j = 0; j < kMatrices; ++j) joint::joint_matrix_fill(sub_group, sums[i][j], 0.f);
   }
-#pragma unroll 1
-  for (int first = 0; first < steps; first += kDepth) {
-    sycl::group_barrier(group);
+  const auto multiply = [&](int now) IPEX_INLINE {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Right<E> columns[kMatrices];
@@ -96,7 +77,32 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
           joint::joint_matrix_mad(sub_group, sums[i][j], rows, columns[j], sums[i][j]);
       }
     }
-    now = kStored - now;
+  };
+  const auto fetch = [&](auto set) IPEX_INLINE {  // zeros behind the last step
+    left.template fetch<decltype(set)::value>();
+    right.template fetch<decltype(set)::value>();
+  };
+  const auto put = [&](auto set, int to) IPEX_INLINE {
+    left.template put<decltype(set)::value>(tiles + to);
+    right.template put<decltype(set)::value>(tiles + to + kLefts);
+  };
+  constexpr std::integral_constant<int, 0> even;
+  constexpr std::integral_constant<int, 1> odd;
+  fetch(even);
+  fetch(odd);
+  put(even, 0);
+  fetch(even);
+  sycl::group_barrier(group);
+#pragma unroll 1
+  for (int first = 0; first < steps; first += 2 * kDepth) {
+    put(odd, kStored);
+    fetch(odd);
+    multiply(0);
+    sycl::group_barrier(group);
+    put(even, 0);
+    fetch(even);
+    if (first + kDepth < steps) multiply(kStored);
+    sycl::group_barrier(group);
   }
 
   // The item's numbers: four neighbors of rows 2 g and 2 g + 1 of each matrix.

@@ -238,23 +238,14 @@ bool multiply_joint(const Product& p) {
   if (a == 0 || b == 0) return false;
   const auto swapped = [](int dim) { return dim == 1 ? "true" : "false"; };
   const std::string kind = std::string(swapped(a)) + ',' + swapped(b);
-  // Four sub-groups for 128 rows, and of matmul_pairs two that bring the operands.
-  std::size_t items = 4 * sub_group;
-  std::int64_t times = 1;
-  std::string name = kernel_name("matmul_joint", p.dtype, kind);
-  if (joint_pairs(device)) {
-    items = 6 * sub_group;
-    name = kernel_name("matmul_pairs", p.dtype, "2," + kind);
-    // Larger groups, if there are enough of them.
-    const std::string larger = kernel_name("matmul_pairs", p.dtype, "4," + kind);
-    if (parts(y.size(1), 2 * kTile) * parts(y.size(2), kTile) * y.size(0) >=
-            device_info(device).compute_units &&
-        most_items(larger, device) >= 10 * sub_group) {
-      items = 10 * sub_group;
-      times = 2;
-      name = larger;
-    }
-  }
+  const bool pairs = joint_pairs(device);
+  // Larger groups, if there are enough of them.
+  const std::int64_t large = parts(y.size(1), 2 * kTile) * parts(y.size(2), kTile) * y.size(0);
+  const std::int64_t times = pairs && large >= device_info(device).compute_units ? 2 : 1;
+  const std::string name =
+      pairs ? kernel_name("matmul_pairs", p.dtype, (times == 1 ? "2," : "4,") + kind)
+            : kernel_name("matmul_joint", p.dtype, kind);
+  const std::size_t items = 4 * static_cast<std::size_t>(times) * sub_group;
   launch<3>(current_queue(device), device, name,
             {static_cast<std::size_t>(y.size(0)),
              static_cast<std::size_t>(parts(y.size(1), times * kTile)),
