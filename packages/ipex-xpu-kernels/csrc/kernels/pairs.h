@@ -41,7 +41,7 @@ IPEX_INLINE inline Vector unit_of(unsigned int first0, unsigned int first1, unsi
 // Where the unit of item 4 g + t for the first or second matrix of steps lies among the ones of 16
 // rows, so that neither who reads them nor who writes them waits for a bank.
 IPEX_INLINE inline int unit_at(int g, int t, int matrix) {
-  return g * 8 + ((matrix * 4 + t) ^ ((g ^ g / 4) % 2 * 4));
+  return g * 8 + ((matrix * 4 + t) ^ (g % 2 * 4) ^ ((g / 2 ^ g / 4) % 2 * 2));
 }
 
 // Rows 2 g and 2 g + 1 of 16 are one item's.

@@ -192,7 +192,7 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
 #pragma unroll 1
   for (int start = from; start < to; start += kBlock) {
     if (start + kBlock < to) fetch(start + kBlock);
-#pragma unroll 1
+#pragma unroll
     for (int pass = 0; pass < kBlock / kDepth; ++pass) {
       const int first = start + pass * kDepth;
       // Number i of a query is of the key first + 8 t + i.

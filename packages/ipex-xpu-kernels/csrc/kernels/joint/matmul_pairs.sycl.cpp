@@ -95,13 +95,13 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
   sycl::group_barrier(group);
 #pragma unroll 1
   for (int first = 0; first < steps; first += 2 * kDepth) {
+    multiply(0);
     put(odd, kStored);
     fetch(odd);
-    multiply(0);
     sycl::group_barrier(group);
+    if (first + kDepth < steps) multiply(kStored);
     put(even, 0);
     fetch(even);
-    if (first + kDepth < steps) multiply(kStored);
     sycl::group_barrier(group);
   }
 
