@@ -180,7 +180,8 @@ void ready_compiler(const sycl::context& context, const sycl::device& device) {
   static std::once_flag begun;
   if (device.is_cpu()) return;
   std::call_once(begun, [&] {
-    static const std::string nothing = R"(#include <sycl/ext/oneapi/kernel_properties/properties.hpp>
+    static const std::string nothing =
+        R"(#include <sycl/ext/oneapi/kernel_properties/properties.hpp>
 SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((sycl::ext::oneapi::experimental::nd_range_kernel<1>))
 void nothing(int*) {}
 )";

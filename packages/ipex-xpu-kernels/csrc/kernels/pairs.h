@@ -38,6 +38,26 @@ IPEX_INLINE inline Vector unit_of(unsigned int first0, unsigned int first1, unsi
   return left ? Vector{first0, second0, first1, second1} : Vector{first0, first1, second0, second1};
 }
 
+// Numbers `row` % 2 of two words, steps of which each has two rows.
+IPEX_INLINE inline unsigned int pair_of_row(unsigned int a, unsigned int b, int row) {
+  return row % 2 == 0 ? (a & 0xffffu) | (b << 16) : (a >> 16) | (b & 0xffff0000u);
+}
+
+// The first `count` of four numbers, `step` apart; at once if `dense`: neighbors at a multiple of
+// their bytes.
+template <typename T>
+IPEX_INLINE inline void store_four(T* target, long step, int count, bool dense, const float* x) {
+  using Bits = unsigned int __attribute__((ext_vector_type(2)));
+  if (dense && count > 0) {
+    *reinterpret_cast<Bits*>(target) = Bits{pair_of<T>(x[0], x[1]), pair_of<T>(x[2], x[3])};
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i < count) store(target, i * step, x[i]);
+  }
+}
+
 // Where the unit of item 4 g + t for the first or second matrix of steps lies among the ones of 16
 // rows, so that neither who reads them nor who writes them waits for a bank.
 IPEX_INLINE inline int unit_at(int g, int t, int matrix) {
@@ -111,9 +131,8 @@ struct Operand {
     if constexpr (swapped) {
       // Steps 2 k and 2 k + 1 of row j.
       const auto pair = [&](int j, int k) IPEX_INLINE {
-        const unsigned int a = all[2 * k * (kWide / 2) + j / 2];
-        const unsigned int b = all[(2 * k + 1) * (kWide / 2) + j / 2];
-        return j % 2 == 0 ? (a & 0xffffu) | (b << 16) : (a >> 16) | (b & 0xffff0000u);
+        return pair_of_row(all[2 * k * (kWide / 2) + j / 2], all[(2 * k + 1) * (kWide / 2) + j / 2],
+                           j);
       };
 #pragma unroll
       for (int j = 0; j < kWide; j += 2) {

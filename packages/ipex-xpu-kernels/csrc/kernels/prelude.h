@@ -364,9 +364,8 @@ struct InRegisters {
   template <typename F>
   IPEX_INLINE void put(T* y, F f) const {
     each_part([&](int part, unsigned int i) IPEX_INLINE {
-      store_wide(y + i, Wide<T>::of([&](int j) IPEX_INLINE {
-        return f(i + j, parts[part].get(j));
-      }));
+      store_wide(y + i,
+                 Wide<T>::of([&](int j) IPEX_INLINE { return f(i + j, parts[part].get(j)); }));
     });
   }
   template <typename W, typename F>
@@ -377,8 +376,8 @@ struct InRegisters {
       load_some(factors, a, i, no_a);
       load_some(addends, b, i, no_b);
       store_wide(y + i, Wide<T>::of([&](int j) IPEX_INLINE {
-        return f(parts[part].get(j), factors[j], addends[j]);
-      }));
+                   return f(parts[part].get(j), factors[j], addends[j]);
+                 }));
     });
   }
   // Numbers that all rows share, 16 bytes at a time.

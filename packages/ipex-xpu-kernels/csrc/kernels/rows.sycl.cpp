@@ -97,9 +97,8 @@ IPEX_INLINE inline void add_residual(const Row& row, const T* x, const T* residu
     row.each_of(row.columns / kCount, [=](unsigned long i) IPEX_INLINE {
       const auto a = ipex::load_wide(x + i * kCount);
       const auto b = ipex::load_wide(residual + i * kCount);
-      ipex::store_wide(sum + i * kCount, ipex::Wide<T>::of([&](int j) IPEX_INLINE {
-        return a.get(j) + b.get(j);
-      }));
+      ipex::store_wide(sum + i * kCount,
+                       ipex::Wide<T>::of([&](int j) IPEX_INLINE { return a.get(j) + b.get(j); }));
     });
   } else {
     row.each([=](unsigned long i) { store(sum, i, load(x, i) + load(residual, i)); });

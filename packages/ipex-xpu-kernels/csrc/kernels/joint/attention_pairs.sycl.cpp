@@ -19,7 +19,7 @@ constexpr int kKeys = 4096 / kSize;  // of a block
 // Matrices of queries of a sub-group, which share what it reads of keys and values.
 template <int kSize>
 constexpr int kTall = kSize <= 64 ? 2 : 1;
-constexpr int kStored = 4096 / 8;    // vectors of a block of keys or values
+constexpr int kStored = 4096 / 8;  // vectors of a block of keys or values
 here::experimental::work_group_static<Vector[4 * kStored]> tiles_of_group;
 
 // Joins the numbers of the items that share queries.
@@ -43,9 +43,10 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
                      long behind, long ahead, float scale, float softcap, int bottom_right) {
   using E = typename Element<T>::type;
   constexpr int kBlock = kKeys<kSize>;
-  constexpr int kScores = kBlock / kSide;  // matrices of keys of a block
-  constexpr int kParts = kSize / kSide;    // matrices of a query, and of the sums
-  constexpr int kOwn = 2 * kTall<kSize>;   // queries of an item
+  constexpr int kScores = kBlock / kSide;   // matrices of keys of a block
+  constexpr int kParts = kSize / kSide;     // matrices of a query, and of the sums
+  constexpr int kOwn = 2 * kTall<kSize>;    // queries of an item
+  constexpr int kTogether = plain ? 2 : 1;  // for which the others have no registers
   constexpr int kRows = kSubGroups * kSide * kTall<kSize>;
   const auto position = here::this_work_item::get_nd_item<3>();
   const auto team = position.get_group();
@@ -125,9 +126,7 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
     Vector* const units = target + kStored + (item / kSize * kParts + value_at / kSide) * kUnits;
     // Keys 2 row and 2 row + 1 of a column.
     const auto pair = [&](int i, int row) IPEX_INLINE {
-      const unsigned int a = some_values[2 * row][i / 2];
-      const unsigned int b = some_values[2 * row + 1][i / 2];
-      return i % 2 == 0 ? (a & 0xffffu) | (b << 16) : (a >> 16) | (b & 0xffff0000u);
+      return pair_of_row(some_values[2 * row][i / 2], some_values[2 * row + 1][i / 2], i);
     };
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -179,8 +178,8 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
   const float low = -__builtin_inff();
   // What a score is multiplied by on its way to a power of 2; above 0 if plain.
   const float unit = plain ? scale * kLog2e : 1.f;
-  float most[kOwn];      // before that
-  float total[kOwn];     // of the item's own keys
+  float most[kOwn];   // before that
+  float total[kOwn];  // of the item's own keys
 #pragma unroll
   for (int r = 0; r < kOwn; ++r) {
     most[r] = low;
@@ -192,7 +191,7 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
 #pragma unroll 1
   for (int start = from; start < to; start += kBlock) {
     if (start + kBlock < to) fetch(start + kBlock);
-#pragma unroll
+#pragma unroll kTogether
     for (int pass = 0; pass < kBlock / kDepth; ++pass) {
       const int first = start + pass * kDepth;
       // Number i of a query is of the key first + 8 t + i.
@@ -334,20 +333,14 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
                                     kv_head * group + row / all.queries);
       T* const target =
           all.line(out, row, q_starts, sequence, o_batch, o_head, o_row, kv_head * group);
-      using Bits = unsigned int __attribute__((ext_vector_type(2)));
       const bool dense = reinterpret_cast<unsigned long>(target) % 8 == 0;
 #pragma unroll
       for (int d = 0; d < kParts; ++d) {
         const int at = d * kSide + t * 4;
         if (at >= value_size) continue;
         const float* const x = numbers[half] + 4 * d;
-        if (dense) {
-          *reinterpret_cast<Bits*>(target + at) = Bits{pair_of<T>(x[0] * factor, x[1] * factor),
-                                                       pair_of<T>(x[2] * factor, x[3] * factor)};
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) store(target, at + i, x[i] * factor);
-        }
+        const float scaled[4] = {x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
+        store_four(target + at, 1, 4, dense, scaled);
       }
     }
   }

@@ -108,7 +108,6 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
   // The item's numbers: four neighbors of rows 2 g and 2 g + 1 of each matrix.
   y += batch * y_batch;
   if (beta != 0.f) c += batch * c_batch;
-  using Bits = unsigned int __attribute__((ext_vector_type(2)));
   const bool dense = y_column == 1 && y_row % 4 == 0 && y_batch % 4 == 0 && n % 4 == 0 &&
                      reinterpret_cast<unsigned long>(y) % 8 == 0;
 #pragma unroll
@@ -133,16 +132,7 @@ void matmul_pairs(const T* a, const T* b, const T* c, T* y, int m, int n, int st
               values[half][k] += beta * load(c, row * c_row + (column + k) * c_column);
           }
         }
-        T* const target = y + row * y_row + column * y_column;
-        if (dense && column < n) {
-          *reinterpret_cast<Bits*>(target) = Bits{pair_of<T>(values[half][0], values[half][1]),
-                                                  pair_of<T>(values[half][2], values[half][3])};
-        } else {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            if (column + k < n) store(target, k * y_column, values[half][k]);
-          }
-        }
+        store_four(y + row * y_row + column * y_column, y_column, n - column, dense, values[half]);
       }
     }
   }

@@ -176,7 +176,7 @@ void attention_kernel(const Attention& call) {
   if (joint != 0) {
     const std::string size = wide ? ",128" : ",64";
     name = pairs ? "attention_pairs<" + *dtype + size + (plain ? ",true>" : ",false>")
-                               : "attention_joint<" + *dtype + size + ">";
+                 : "attention_joint<" + *dtype + size + ">";
   }
   launch<3>(current_queue(device), device, name,
             {static_cast<std::size_t>(call.sequences), static_cast<std::size_t>(kv_heads),

@@ -230,8 +230,8 @@ bool multiply_joint(const Product& p) {
   const Tensor& y = p.y;
   const auto device = static_cast<c10::DeviceIndex>(y.get_device());
   const std::size_t sub_group = device_info(device).joint_sub_group;
-  if (sub_group == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest || y.size(2) < kFewest ||
-      p.a.size(2) < kFewest)
+  if (sub_group == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest ||
+      y.size(2) < kFewest || p.a.size(2) < kFewest)
     return false;
   const int a = joint_dim(p.a);
   const int b = joint_dim(p.b);
