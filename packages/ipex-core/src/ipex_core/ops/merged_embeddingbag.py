@@ -290,6 +290,8 @@ def _float_samples(dtype: torch.dtype) -> Iterator[Sample]:
         ((50, 3, 8, 20), 33, 1, 64),
         ((40, 200), 9, 30, 130),
         ((60,) * 26, 20, 2, 32),
+        ((12, 25), 5, 4, 90),  # as many vectors as no other case has
+        ((12, 25), 5, 4, 247),
     ):
         name = f"{len(rows)}x{bags}x{dim}"
         tables = tables_for(rows, dim, dtype)
@@ -543,6 +545,7 @@ def _int8_samples(dtype: torch.dtype) -> Iterator[Sample]:
         ((30, 17), 6, 5, 16),
         ((50, 3, 8), 33, 1, 64),
         ((40, 200), 9, 30, 130),
+        ((12, 25), 5, 4, 247),
     ):
         tables = _quantized(tables_for(rows, dim, torch.float32))
         lookups = indices_for(rows, bags, most, seed=dim)
