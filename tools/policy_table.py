@@ -72,18 +72,21 @@ def lines(folder: Path = ROOT / "docs" / "data") -> Iterator[str]:
             threads = "1" if result.threads == 1 else "many"
             shape = (result.level, threads, chosen[0], result.dtype, chosen[1])
             groups.setdefault(shape, []).append(result)
-    for shape, group in sorted(groups.items()):
-        yield _line(shape, group)
+    common: tuple[str, ...] = ()
+    for (*names, sizes), group in sorted(groups.items()):
+        if tuple(names) != common:
+            common = tuple(names)
+            yield "\t".join(common)
+        yield _line(sizes, group)
 
 
-def _line(shape: _Shape, results: list[corpus.Measured]) -> str:
-    *names, sizes = shape
+def _line(sizes: tuple[int, ...], results: list[corpus.Measured]) -> str:
     group = [times(result) for result in results]
     side = side_of(group, (None if result.slower else result.side for result in results))
     # Of several cases the one is shown in which the side does worst.
     shown: Mapping[str, float] = min(group, key=lambda one: min(one.values()) / one.get(side, 1e9))
     numbers = [f"{shown[name]:g}" if name in shown else "-" for name in ("stock", "onednn", "ipex")]
-    return "\t".join([*names, ",".join(map(str, sizes)), side, *numbers])
+    return "\t".join([",".join(map(str, sizes)), side, *numbers])
 
 
 def main() -> int:

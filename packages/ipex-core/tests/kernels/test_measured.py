@@ -12,11 +12,15 @@ from ipex_core.kernels import measured, policy
 from ipex_core.kernels.providers import cpu_level
 
 LINES = """# a comment
-{0}\t1\tlinear\tbfloat16\t128,768,768\tonednn\t10\t7\t8
-{0}\t1\tlinear\tbfloat16\t1,768,768\tstock\t3\t4\t5
-{0}\tmany\tlinear\tbfloat16\t128,768,768\tipex\t10\t7\t5
-nolevel\t1\tgelu:none\tfloat32\t1024\tstock\t10\t-\t12
-{0}\t1\tgelu:none\tfloat32\t4096\tstock\t10\t-\t12
+{0}\t1\tlinear\tbfloat16
+128,768,768\tonednn\t10\t7\t8
+1,768,768\tstock\t3\t4\t5
+{0}\tmany\tlinear\tbfloat16
+128,768,768\tipex\t10\t7\t5
+nolevel\t1\tgelu:none\tfloat32
+1024\tstock\t10\t-\t12
+{0}\t1\tgelu:none\tfloat32
+4096\tstock\t10\t-\t12
 """
 
 

@@ -362,8 +362,8 @@ def _rows(
                 prepare_s=round(fact["prepare_s"], 2),
                 threads=task.threads,
                 note=fact["note"],
-                times=tuple(round(seconds * 1e3, 4) for seconds in mine),
-                stock=tuple(round(seconds * 1e3, 4) for seconds in stock),
+                times=tuple(round(seconds * 1e3, 6) for seconds in mine),
+                stock=tuple(round(seconds * 1e3, 6) for seconds in stock),
             )
 
 
