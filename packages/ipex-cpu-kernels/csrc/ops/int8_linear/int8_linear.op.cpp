@@ -95,7 +95,7 @@ Tensor int8_linear(const Tensor& x, const Tensor& packed_weight, int64_t out_fea
   const GemmShape shape{rows, at.columns / kPackedPanel, at.k, epilogue.args.gated ? 2 : 1,
                         uses_tiles(ScalarType::Char)};
   const auto run = [&](auto* kernel) {
-    run_gemm(shape, 192, 1 << 20,
+    run_gemm(shape, shape.on_tiles() ? 192 : block_of_rows(rows), 1 << 20,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
                kernel(&args, row_begin, row_end, panel_begin, panel_end);
              });

@@ -13,7 +13,8 @@ void run_linear(const Kernels& kernels, ScalarType dtype, const LinearArgs& args
   const bool tiles = shape.on_tiles();
   kernels.visit(dtype, [&]<class T>(auto* kernel) {
     const bool scratch = tiles || shape.rows >= widened_from<T>();
-    run_gemm(shape, tiles ? kTileRowsMost : 192, tiles ? kTilePanelsMost : shape.panels,
+    run_gemm(shape, tiles ? kTileRowsMost : block_of_rows(shape.rows),
+             tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
                kernel(&args, row_begin, row_end, panel_begin, panel_end, gemm_scratch(scratch));
              });

@@ -43,6 +43,13 @@ inline bool uses_tiles(ScalarType dtype) {
          cpu::active_has_amx();
 }
 
+// Rows of a block without tiles: about 192 and whole steps of 24, but no block of few rows, since
+// each reads all weights.
+inline int64_t block_of_rows(int64_t rows) {
+  const int64_t blocks = std::max<int64_t>(1, (rows + 127) / 192);
+  return (rows + 24 * blocks - 1) / (24 * blocks) * 24;
+}
+
 // Rows from which gemm_block() at the active level converts 16-bit numbers to float first, for
 // which it needs memory. Asked once for a call: it takes a lock.
 template <class T>
