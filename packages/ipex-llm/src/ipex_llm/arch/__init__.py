@@ -290,9 +290,8 @@ class LruPlan(ConvPlan):
 
     module: nn.Module  # has the parameters named below
     rate: str  # [channels]
-    decay: tuple[
-        str, str
-    ]  # weight [blocks, width, width], in before out, and bias [blocks, width] of r
+    # Weight [blocks, width, width], in before out, and bias [blocks, width] of r.
+    decay: tuple[str, str]
     entry: tuple[str, str]  # the same of i
     activation: Activation  # of the gate
     # rows of `input`: x, gate

@@ -45,9 +45,8 @@ def find_attention(layer: nn.Module) -> nn.Module | None:
         if isinstance(child, nn.Module):
             # Some keep it one level deeper.
             return find_attention(child) or child
-    for child in (
-        getattr(layer, name, None) for name in ("mixer", "temporal_block")
-    ):  # of any kind
+    for name in ("mixer", "temporal_block"):  # of any kind
+        child = getattr(layer, name, None)
         if isinstance(child, nn.Module) and all(
             any(re.search(part, name) for name, _ in child.named_children())
             for part in _PARTS.values()

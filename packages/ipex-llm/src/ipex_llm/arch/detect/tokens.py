@@ -124,9 +124,8 @@ def scale_of(
     # A factor that was rounded to the dtype of the model is the one that the model uses.
     exact = [1.0, size, float(config.get("embedding_multiplier", "scale_emb", default=1.0))]
     rounded = [float(torch.tensor(value).to(like.dtype)) for value in exact]
-    rounded.append(
-        float(torch.tensor(size).bfloat16())
-    )  # in models of float32, too (RecurrentGemma)
+    # In models of float32, too (RecurrentGemma).
+    rounded.append(float(torch.tensor(size).bfloat16()))
     candidates = [*exact, *rounded, ratio]
     errors = [distance(x * value, target) for value in candidates]
     best = min(range(len(errors)), key=errors.__getitem__)
