@@ -97,16 +97,41 @@ IPEX_INLINE void fetch_next(const W* weights) {
   if constexpr (kFetchSteps > 0 && sizeof(W) == 4 && kRows > 2) __builtin_prefetch(weights);
 }
 
+// The weights after the ones that tiles of rows multiply. The tiles fetch them into L2 bit by bit:
+// otherwise the first tile would wait for the memory, which would rest while the others multiply.
+class Following {
+ public:
+  // Nothing follows: what is there already is fetched.
+  explicit Following(const void* there) : at_(static_cast<const char*>(there)) {}
+  // The next pieces of two panels, `apart` elements from each other, for so many tiles of this one.
+  template <class W>
+  Following(const W* next, int64_t apart, int64_t tiles)
+      : at_(reinterpret_cast<const char*>(next)),
+        apart_(apart * int64_t{sizeof(W)}),
+        stride_(kTileVectors * kLanes * (kIsBFloat16<W> ? 4 : int64_t{sizeof(W)}) / 2 / tiles) {}
+
+  IPEX_INLINE void step() {
+    __builtin_prefetch(at_, 0, 2);
+    __builtin_prefetch(at_ + apart_, 0, 2);
+    at_ += stride_;
+  }
+
+ private:
+  const char* at_;
+  int64_t apart_ = 0, stride_ = 0;
+};
+
 // A in float, W converted on the way; `first` is the first vector of the panels' columns.
 template <int kRows, int kVectors, class W>
 IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1, int first,
-                          int64_t k, float* c, int64_t ldc, bool accumulate) {
+                          int64_t k, float* c, int64_t ldc, bool accumulate, Following& following) {
   f32v acc[kRows][kVectors];
   load_tile(acc, c, ldc, accumulate);
   const W* w[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, first + v, 1);
   const auto step = [&](int64_t i, int64_t next) IPEX_LAMBDA {
+    following.step();
     if constexpr (kLanes < 16 && sizeof(W) == 2) {
       // 12 sums and 4 converted vectors leave no register for x: one vector at a time.
       f32v x[kRows];
@@ -146,7 +171,8 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const W* p0, const W* p1,
 // of a float.
 template <int kRows, int kVectors>
 IPEX_INLINE void tile_fma(const float* a, int64_t lda, const BFloat16* p0, const BFloat16* p1,
-                          int first, int64_t k, float* c, int64_t ldc, bool accumulate) {
+                          int first, int64_t k, float* c, int64_t ldc, bool accumulate,
+                          Following& following) {
   f32v acc[kRows][kVectors];
   load_tile(acc, c, ldc, accumulate);
   // One row has too few sums to hide the latency of two FMAs in a row, so each half has its own.
@@ -160,6 +186,7 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const BFloat16* p0, const
   for (int v = 0; v < kVectors; ++v)
     w[v] = reinterpret_cast<const float*>(column(p0, p1, first + v, 2));
   for (int64_t i = 0; i < k; i += 2) {
+    following.step();
     f32v x0[kRows], x1[kRows];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
@@ -184,6 +211,11 @@ IPEX_INLINE void tile_fma(const float* a, int64_t lda, const BFloat16* p0, const
   store_tile(acc, c, ldc);
 }
 
+// Rows of the next tile. The last two are of one size: a tile of a row or two waits for weights.
+IPEX_INLINE int64_t rows_of_tile(int64_t left) {
+  return left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
+}
+
 // Calls f(integral_constant) for the number of rows 1 .. kTileRows.
 template <int kRows = kTileRows, class F>
 IPEX_INLINE void with_rows(int64_t rows, const F& f) {
@@ -201,23 +233,23 @@ IPEX_INLINE void with_rows(int64_t rows, const F& f) {
 // All rows and all columns of one (p1 == nullptr) or two panels, A in float.
 template <class W>
 void panels_fma(const float* a, int64_t lda, int64_t rows, const W* p0, const W* p1, int64_t k,
-                float* c, int64_t ldc, bool accumulate) {
+                float* c, int64_t ldc, bool accumulate, Following* next = nullptr) {
+  Following nothing(p0);
+  Following& following = next ? *next : nothing;
   const int vectors = (p1 ? 2 : 1) * kPanel / static_cast<int>(kLanes);
   for (int64_t r = 0, n; r < rows; r += n) {
-    // The last two tiles are of one size: a tile of a row or two waits for weights.
-    const int64_t left = rows - r;
-    n = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
+    n = rows_of_tile(rows - r);
     int v = 0;
     for (; v + kTileVectors <= vectors; v += kTileVectors)
       with_rows(n, [&]<int kRows>() IPEX_LAMBDA {
         tile_fma<kRows, kTileVectors>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes, ldc,
-                                      accumulate);
+                                      accumulate, following);
       });
     if constexpr (kLanes == 16) {  // one panel of two vectors
       for (; v < vectors; v += 2)
         with_rows(n, [&]<int kRows>() IPEX_LAMBDA {
           tile_fma<kRows, 2>(a + r * lda, lda, p0, p1, v, k, c + r * ldc + v * kLanes, ldc,
-                             accumulate);
+                             accumulate, following);
         });
     }
   }
@@ -272,13 +304,13 @@ IPEX_INLINE void for_widened(const T* p0, const T* p1, int64_t k, const F& f) {
 // Any type, with A converted piece by piece.
 template <class T>
 void panels_converted(const T* a, int64_t lda, int64_t rows, const T* p0, const T* p1, int64_t k,
-                      float* c, int64_t ldc, bool accumulate) {
+                      float* c, int64_t ldc, bool accumulate, Following* next) {
   alignas(64) float row_copy[kTileRows * kDepth];
   const auto piece = [&](int64_t d, int64_t depth, const auto* w0, const auto* w1) IPEX_LAMBDA {
     for (int64_t r = 0; r < rows; r += kTileRows) {
       const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
       convert_rows(a + r * lda + d, lda, n, depth, row_copy);
-      panels_fma(row_copy, kDepth, n, w0, w1, depth, c + r * ldc, ldc, accumulate || d > 0);
+      panels_fma(row_copy, kDepth, n, w0, w1, depth, c + r * ldc, ldc, accumulate || d > 0, next);
     }
   };
   if constexpr (kWidens<T>) {
@@ -299,13 +331,14 @@ IPEX_INLINE __m512bh broadcast_pair(const BFloat16* a) {
 
 template <int kRows, int kVectors>
 IPEX_INLINE void tile_dot(const BFloat16* a, int64_t lda, const BFloat16* p0, const BFloat16* p1,
-                          int64_t k, float* c, int64_t ldc, bool accumulate) {
+                          int64_t k, float* c, int64_t ldc, bool accumulate, Following& following) {
   f32v acc[kRows][kVectors];
   load_tile(acc, c, ldc, accumulate);
   const BFloat16* w[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) w[v] = column(p0, p1, v, 2);
   const auto step = [&](int64_t i, const auto& operand) IPEX_LAMBDA {
+    following.step();
     __m512bh b[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v)
@@ -326,14 +359,17 @@ IPEX_INLINE void tile_dot(const BFloat16* a, int64_t lda, const BFloat16* p0, co
 }
 
 inline void panels_dot(const BFloat16* a, int64_t lda, int64_t rows, const BFloat16* p0,
-                       const BFloat16* p1, int64_t k, float* c, int64_t ldc, bool accumulate) {
-  for (int64_t r = 0; r < rows; r += kTileRows) {
-    const int64_t n = rows - r < kTileRows ? rows - r : kTileRows;
+                       const BFloat16* p1, int64_t k, float* c, int64_t ldc, bool accumulate,
+                       Following* next = nullptr) {
+  Following nothing(p0);
+  Following& following = next ? *next : nothing;
+  for (int64_t r = 0, n; r < rows; r += n) {
+    n = rows_of_tile(rows - r);
     with_rows(n, [&]<int kRows>() IPEX_LAMBDA {
       if (p1)
-        tile_dot<kRows, 4>(a + r * lda, lda, p0, p1, k, c + r * ldc, ldc, accumulate);
+        tile_dot<kRows, 4>(a + r * lda, lda, p0, p1, k, c + r * ldc, ldc, accumulate, following);
       else
-        tile_dot<kRows, 2>(a + r * lda, lda, p0, p1, k, c + r * ldc, ldc, accumulate);
+        tile_dot<kRows, 2>(a + r * lda, lda, p0, p1, k, c + r * ldc, ldc, accumulate, following);
     });
   }
 }
@@ -464,20 +500,23 @@ class TileScope {};
 
 #endif  // IPEX_HAVE_AMX
 
-// C[rows][32 or 64] (+)= A[rows][k] * panels. `scope` must live around a series of calls.
+// C[rows][32 or 64] (+)= A[rows][k] * panels. `scope` must live around a series of calls. `next`:
+// what to fetch meanwhile.
 IPEX_INLINE void multiply(TileScope&, const float* a, int64_t lda, int64_t rows, const float* p0,
-                          const float* p1, int64_t k, float* c, int64_t ldc, bool accumulate) {
-  panels_fma(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+                          const float* p1, int64_t k, float* c, int64_t ldc, bool accumulate,
+                          Following* next = nullptr) {
+  panels_fma(a, lda, rows, p0, p1, k, c, ldc, accumulate, next);
 }
 
 IPEX_INLINE void multiply(TileScope&, const Half* a, int64_t lda, int64_t rows, const Half* p0,
-                          const Half* p1, int64_t k, float* c, int64_t ldc, bool accumulate) {
-  panels_converted(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+                          const Half* p1, int64_t k, float* c, int64_t ldc, bool accumulate,
+                          Following* next = nullptr) {
+  panels_converted(a, lda, rows, p0, p1, k, c, ldc, accumulate, next);
 }
 
 inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64_t lda,
                      int64_t rows, const BFloat16* p0, const BFloat16* p1, int64_t k, float* c,
-                     int64_t ldc, bool accumulate) {
+                     int64_t ldc, bool accumulate, [[maybe_unused]] Following* next = nullptr) {
 #if IPEX_HAVE_AMX
   const int64_t whole = k / 32 * 32;
   // For a single row too: the tiles stream the weights faster than VDPBF16PS does on the same
@@ -496,9 +535,9 @@ inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64
   }
 #endif
 #if IPEX_HAVE_AVX512_BF16
-  panels_dot(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+  panels_dot(a, lda, rows, p0, p1, k, c, ldc, accumulate, next);
 #else
-  panels_converted(a, lda, rows, p0, p1, k, c, ldc, accumulate);
+  panels_converted(a, lda, rows, p0, p1, k, c, ldc, accumulate, next);
 #endif
 }
 
@@ -506,14 +545,16 @@ inline void multiply([[maybe_unused]] TileScope& scope, const BFloat16* a, int64
 // needs a zero behind each row of A.
 template <class W>
 IPEX_INLINE void multiply_float(const float* a, int64_t lda, int64_t rows, const W* p0, const W* p1,
-                                int64_t k, float* c, int64_t ldc, bool accumulate) {
-  const auto piece = [&](int64_t d, int64_t depth, const auto* w0, const auto* w1) IPEX_LAMBDA {
-    panels_fma(a + d, lda, rows, w0, w1, depth, c, ldc, accumulate || d > 0);
-  };
+                                int64_t k, float* c, int64_t ldc, bool accumulate,
+                                Following* next = nullptr) {
   if constexpr (kWidens<W>) {
-    if (rows >= kWidenedRows) return for_widened(p0, p1, k, piece);
+    if (rows >= kWidenedRows)
+      return for_widened(
+          p0, p1, k, [&](int64_t d, int64_t depth, const float* w0, const float* w1) IPEX_LAMBDA {
+            panels_fma(a + d, lda, rows, w0, w1, depth, c, ldc, accumulate || d > 0);
+          });
   }
-  piece(0, k, p0, p1);
+  panels_fma(a, lda, rows, p0, p1, k, c, ldc, accumulate, next);
 }
 
 // Elements between two panels.

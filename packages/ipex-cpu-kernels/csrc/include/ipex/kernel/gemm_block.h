@@ -8,32 +8,52 @@
 namespace ipex {
 namespace {
 
-// Rows [begin, begin + count) of the block. product(i, n, d, p0, p1, depth, c, ldc, accumulate)
-// multiplies n rows from `begin` + i on, and columns of x from d on.
+// Rows that meet a piece of panels at most.
+inline constexpr int64_t kMostRows = 192;
+
+// How deep a piece of two panels is that `rows` rows meet. It stays in L1 or L2 while all tiles of
+// them pass and fetch the next piece; the fewer tiles, the sooner. A single tile reads whole
+// panels.
+template <class T>
+int64_t depth_of_piece(int64_t rows, int64_t k) {
+  constexpr bool amx = IPEX_HAVE_AMX && kIsBFloat16<T>;
+  const int64_t tile = amx ? kRowStep<T> : kTileRows, tiles = (rows + tile - 1) / tile;
+  if (tiles <= 1) return k > 0 ? k : 1;
+  const int64_t bytes = int64_t{16384} << (amx || tiles > 6 ? 4 : tiles - 2);
+  const int64_t pieces = (k * 2 * kPanel * int64_t{sizeof(T)} + bytes - 1) / bytes;
+  return pieces <= 1 ? k : (k + 32 * pieces - 1) / (32 * pieces) * 32;
+}
+
+// Rows [begin, begin + count) of the block. product(i, n, d, p0, p1, depth, c, ldc, accumulate,
+// next) multiplies n rows from `begin` + i on, and columns of x from d on; see multiply().
 template <class T, class F>
 IPEX_INLINE void gemm_block_rows(const GemmBlock<T>& g, int64_t begin, int64_t count,
                                  const F& product) {
-  // Two deep panels and the rows they meet are more than L2 holds. Cut along K, a piece of the
-  // panels stays there while several steps of rows pass. Sums go on where they stopped.
-  constexpr int64_t kDeep = 4096 / static_cast<int64_t>(sizeof(T)), kSteps = 192 / kRowStep<T>;
   constexpr int64_t ldc = 2 * kPanel;
-  alignas(64) float c[kSteps * kRowStep<T> * ldc];
+  alignas(64) float c[kMostRows * ldc];
   const int64_t size = panel_size<T>(g.k);
-  const bool deep = g.k > kDeep + kDeep / 2 && count > kRowStep<T>;
-  const int64_t piece = deep ? kDeep : g.k > 0 ? g.k : 1;
-  const int64_t most = deep ? kSteps * kRowStep<T> : kRowStep<T>;
+  const int64_t piece = depth_of_piece<T>(count, g.k);
   for (int64_t p = 0; p < g.panels; p += 2) {
     const T* p0 = g.w + p * size;
     const T* p1 = p + 1 < g.panels ? p0 + size : nullptr;
     const Finisher<T> finisher = g.finisher(p, (p1 ? 2 : 1) * g.panel_columns());
-    for (int64_t r = 0; r < count; r += most) {
-      const int64_t rows = count - r < most ? count - r : most;
+    for (int64_t r = 0; r < count; r += kMostRows) {
+      const int64_t rows = count - r < kMostRows ? count - r : kMostRows;
+      // The last two steps of rows fetch the next piece.
+      const int64_t last = (rows - 1) / kRowStep<T> * kRowStep<T>;
+      const int64_t fetching = last > 0 ? last - kRowStep<T> : 0;
       if (g.addend) g.load_addend(p, (p1 ? 2 : 1) * kPanel, begin + r, rows, c, ldc);
       for (int64_t d = 0; d == 0 || d < g.k; d += piece) {
         const int64_t depth = g.k - d < piece ? g.k - d : piece;
+        // Nothing follows where other rows meet these panels again.
+        const T* next = d + depth < g.k                         ? p0 + (d + depth) * kPanel
+                        : r + rows == count && p + 2 < g.panels ? p0 + 2 * size
+                                                                : nullptr;
+        Following following(next, p1 ? size : 0, (rows - fetching + kTileRows - 1) / kTileRows);
         for (int64_t i = 0; i < rows; i += kRowStep<T>)
           product(r + i, rows - i < kRowStep<T> ? rows - i : kRowStep<T>, d, p0 + d * kPanel,
-                  p1 ? p1 + d * kPanel : nullptr, depth, c + i * ldc, ldc, d > 0 || g.addend);
+                  p1 ? p1 + d * kPanel : nullptr, depth, c + i * ldc, ldc, d > 0 || g.addend,
+                  next && rows > kTileRows && i >= fetching ? &following : nullptr);
       }
       g.finish(finisher, p, c, ldc, begin + r, rows);
     }
@@ -69,12 +89,13 @@ void gemm_block(const GemmBlock<T>& g, [[maybe_unused]] char* scratch) {
     const int64_t rows = g.rows - r < step ? g.rows - r : step;
     if (wide) convert_rows(g.x + r * g.x_stride, g.x_stride, rows, g.k, wide, stride);
     const auto product = [&](int64_t i, int64_t n, int64_t d, const T* p0, const T* p1,
-                             int64_t depth, float* c, int64_t ldc, bool accumulate) IPEX_LAMBDA {
+                             int64_t depth, float* c, int64_t ldc, bool accumulate,
+                             Following* next) IPEX_LAMBDA {
       if (wide)
-        multiply_float(wide + i * stride + d, stride, n, p0, p1, depth, c, ldc, accumulate);
+        multiply_float(wide + i * stride + d, stride, n, p0, p1, depth, c, ldc, accumulate, next);
       else
         multiply(scope, g.x + (r + i) * g.x_stride + d, g.x_stride, n, p0, p1, depth, c, ldc,
-                 accumulate);
+                 accumulate, next);
     };
     gemm_block_rows(g, r, rows, product);
   }
