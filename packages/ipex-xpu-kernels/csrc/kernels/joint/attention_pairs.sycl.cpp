@@ -29,6 +29,20 @@ IPEX_INLINE inline float shared(const sycl::sub_group& sub_group, float value, F
   return join(value, sycl::permute_group_by_xor(sub_group, value, 2));
 }
 
+// Calls `multiply` with each of kMatrices matrices of queries and both of the columns that `units`
+// hold.
+template <typename E, int kMatrices, typename F>
+IPEX_INLINE inline void each_product(const sycl::sub_group& sub_group, const Vector* units,
+                                     const int (&own)[2], F multiply) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Right<E> columns;
+    set_unit(sub_group, columns, units[own[half]]);
+#pragma unroll
+    for (int m = 0; m < kMatrices; ++m) multiply(m, half, columns);
+  }
+}
+
 // `plain`: without masks, slopes, a bound of scores and a table, whose code takes registers even
 // where it does not run.
 template <typename T, int kSize, bool plain>
@@ -205,15 +219,12 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
 #pragma unroll
         for (int b = 0; b < kParts / 2; ++b) {
           const Vector* const units = tiles + now + (b * kScores + 2 * pass + j) * kUnits;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            Right<E> columns;
-            set_unit(sub_group, columns, units[own_units[half]]);
-#pragma unroll
-            for (int m = 0; m < kTall<kSize>; ++m)
-              joint::joint_matrix_mad(sub_group, products[m], parts_of_query[m][2 * b + half],
-                                      columns, products[m]);
-          }
+          each_product<E, kTall<kSize>>(sub_group, units, own_units,
+                                        [&](int m, int half, const Right<E>& columns) IPEX_INLINE {
+                                          joint::joint_matrix_mad(sub_group, products[m],
+                                                                  parts_of_query[m][2 * b + half],
+                                                                  columns, products[m]);
+                                        });
         }
 #pragma unroll
         for (int m = 0; m < kTall<kSize>; ++m) {
@@ -296,14 +307,10 @@ void attention_pairs(const T* q, const T* k, const T* v, T* out, const float* ma
 #pragma unroll
       for (int d = 0; d < kParts; ++d) {
         const Vector* const units = tiles + now + kStored + (pass * kParts + d) * kUnits;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Right<E> columns;
-          set_unit(sub_group, columns, units[own_units[half]]);
-#pragma unroll
-          for (int m = 0; m < kTall<kSize>; ++m)
-            joint::joint_matrix_mad(sub_group, sums[m][d], weights[m][half], columns, sums[m][d]);
-        }
+        each_product<E, kTall<kSize>>(
+            sub_group, units, own_units, [&](int m, int half, const Right<E>& columns) IPEX_INLINE {
+              joint::joint_matrix_mad(sub_group, sums[m][d], weights[m][half], columns, sums[m][d]);
+            });
       }
     }
     now = 2 * kStored - now;
