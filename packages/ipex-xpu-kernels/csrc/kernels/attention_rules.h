@@ -118,9 +118,49 @@ IPEX_INLINE inline float share_of(float total, float most, const float* sinks, l
   return weight / (total * weight + sycl::exp(sinks[head] - peak));
 }
 
+// Eight numbers as they are stored.
+template <typename C>
+using Stored = unsigned int __attribute__((ext_vector_type(2 * sizeof(C))));
+
+// What the teams of a work-group have of kRows queries, of which each has a softmax of its own,
+// joined in one order and written to the place of the group. `sums` of a team: `pace` numbers of
+// each query, of which there are `value_size`; `stats`: the largest score of each query and the sum
+// of its weights.
+template <int kRows>
+IPEX_INLINE inline void join_teams(const Sequence& all, const float* sums, const float* stats,
+                                   int teams, int pace, int item, int items, long value_size,
+                                   float* all_sums, float* all_stats) {
+  const float low = -__builtin_inff();
+  for (int n = item; n < kRows * pace; n += items) {
+    const int r = n / pace;
+    const int d = n % pace;
+    if (all.first + r >= all.rows || d >= value_size) continue;
+    float top = low;
+    for (int team = 0; team < teams; ++team) top = larger(stats[2 * (team * kRows + r)], top);
+    const float base = top == low ? 0.f : top;
+    float sum = 0.f;
+    float whole = 0.f;
+    for (int team = 0; team < teams; ++team) {
+      const float factor = power((stats[2 * (team * kRows + r)] - base) * kLog2e);
+      whole += stats[2 * (team * kRows + r) + 1] * factor;
+      sum += sums[team * kRows * pace + n] * factor;
+    }
+    all_sums[r * value_size + d] = sum;
+    if (d != 0) continue;
+    all_stats[2 * r] = top;
+    all_stats[2 * r + 1] = whole;
+  }
+}
+
 // The arguments of kernels with T for everything, in lists of instantiations.
 #define IPEX_ATTENTION_ARGUMENTS(T)                                                             \
   const T*, const T*, const T*, T*, const float*, const float*, const float*, const int*,       \
       const int*, const int*, const int*, long, long, long, long, long, long, long, long, long, \
       long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, \
       long, long, float, float, int
+// The same of the kernels that split the keys of a sequence.
+#define IPEX_SPLIT_ARGUMENTS(T, C)                                                               \
+  const T*, const C*, const C*, float*, float*, const float*, const float*, const int*,          \
+      const int*, const int*, long, long, long, long, long, long, long, long, long, long, long,  \
+      long, long, long, long, long, long, long, long, long, long, long, long, long, long, float, \
+      float, int, const float*, const float*, long, long, long, long, long, long

@@ -20,10 +20,7 @@ constexpr int kMostTeams = kItems / kLanes;
 here::experimental::work_group_static<Four[kItems * 8 * kMostRows / 4]> sum_tile;
 here::experimental::work_group_static<float[2 * kMostTeams * kMostRows]> stat_tile;
 
-// Eight numbers as they are stored, which begin at a multiple of their bytes.
-template <typename C>
-using Stored = unsigned int __attribute__((ext_vector_type(2 * sizeof(C))));
-
+// Number j of eight.
 template <typename C>
 IPEX_INLINE inline float number_of(const Stored<C>& words, int j) {
   constexpr int kOf = 4 / sizeof(C);
@@ -281,28 +278,8 @@ SYCL_EXT_ONEAPI_FUNCTION_PROPERTY((here::experimental::sub_group_size<32>)) void
       ((sequence * static_cast<long>(position.get_group_range(1)) + kv_head) * splits + split) *
           most_rows +
       first;
-  for (int n = item; n < kRows * pace; n += kItems) {
-    const int r = n / pace;
-    const int d = n % pace;
-    if (first + r >= all.rows || d >= value_size) continue;
-    float top = low;
-    for (int other = 0; other < teams; ++other) {
-      const float candidate = stats_of_teams[2 * (other * kRows + r)];
-      top = candidate > top ? candidate : top;
-    }
-    const float base = top == low ? 0.f : top;
-    float sum = 0.f;
-    float whole = 0.f;
-    for (int other = 0; other < teams; ++other) {
-      const float factor = power((stats_of_teams[2 * (other * kRows + r)] - base) * kLog2e);
-      whole += stats_of_teams[2 * (other * kRows + r) + 1] * factor;
-      sum += numbers_of_teams[other * kRows * pace + n] * factor;
-    }
-    parts[(place_of_group + r) * value_size + d] = sum;
-    if (d != 0) continue;
-    stats[2 * (place_of_group + r)] = top;
-    stats[2 * (place_of_group + r) + 1] = whole;
-  }
+  join_teams<kRows>(all, numbers_of_teams, stats_of_teams, teams, pace, item, kItems, value_size,
+                    parts + place_of_group * value_size, stats + 2 * place_of_group);
 }
 
 // Joins the splits of a query: an item owns a number of it.
@@ -348,12 +325,8 @@ void attention_join(const float* parts, const float* stats, T* out, const float*
   store(target, d, sum * factor * value_scale);
 }
 
-#define ATTENTION_SPLIT(T, C, kRows)                                                             \
-  template void attention_split<T, C, kRows>(                                                    \
-      const T*, const C*, const C*, float*, float*, const float*, const float*, const int*,      \
-      const int*, const int*, long, long, long, long, long, long, long, long, long, long, long,  \
-      long, long, long, long, long, long, long, long, long, long, long, long, long, long, float, \
-      float, int, const float*, const float*, long, long, long, long, long, long);
+#define ATTENTION_SPLIT(T, C, kRows) \
+  template void attention_split<T, C, kRows>(IPEX_SPLIT_ARGUMENTS(T, C));
 #define OF_ROWS(T, C) ATTENTION_SPLIT(T, C, 4) ATTENTION_SPLIT(T, C, 8)
 #define OF_DTYPE(T)                                                                               \
   OF_ROWS(T, T)                                                                                   \

@@ -67,86 +67,9 @@ IPEX_INLINE inline int unit_at(int g, int t, int matrix) {
 // Rows 2 g and 2 g + 1 of 16 are one item's.
 IPEX_INLINE inline int row_of(int block, int g, int half) { return block * kSide + 2 * g + half; }
 
-// The part of x[row, step] that a group needs, or of x[step, row] if swapped: kRows rows, kDepth
-// steps at a time, on their way through registers to a tile of units, two tiles at once. 256
-// pitches are below 2^31.
-template <int kRows, int kItems, bool swapped, bool left>
-struct Operand {
-  static constexpr int kWords = kRows * kDepth / kItems / 2;  // that an item brings
-  // An item's jobs are eight steps of two rows, kJump rows apart, or four steps of kWide rows.
-  static constexpr int kWide = kWords < 16 ? 4 : 8;
-  static constexpr int kJobs = swapped ? 1 : kWords / 8;
-  static constexpr int kJump = kItems / 2;
-  static_assert(kWords == (swapped ? 2 * kWide : 8 * kJobs));
-
-  const unsigned short* x;  // the item's first number
-  int pitch;
-  int g;  // of the units of its first job, whose rows begin at 16 block
-  int t;
-  int matrix;  // if swapped
-  int block;
-  int rows;  // that there are from its first one on
-  int steps;
-  unsigned int words[2][kWords];
-
-  IPEX_INLINE Operand(const void* first, long pitch_, int rows_, int steps_, int item)
-      : pitch(static_cast<int>(pitch_)) {
-    constexpr int kOfRows = kRows / kWide;
-    const int row = swapped ? item / 4 % kOfRows * kWide : row_of(item / 32, item % 32 / 4, 0);
-    const int step = swapped ? item / 4 / kOfRows * kSide + item % 4 * 4 : item % 4 * 8;
-    x = static_cast<const unsigned short*>(first) +
-        (swapped ? step * pitch_ + row : row * pitch_ + step);
-    g = row % kSide / 2;
-    t = step / 8;
-    matrix = step / 4 % 2;
-    block = row / kSide;
-    rows = rows_ - row;
-    steps = steps_ - step;
-  }
-
-  // Starts to load the next steps of a row for tile `set`; zeros where there is nothing.
-  template <int set>
-  IPEX_INLINE void fetch() {
-    using Some = unsigned int __attribute__((ext_vector_type(swapped ? kWide / 2 : 4)));
-    constexpr int kOfJob = swapped ? 4 : 2;
-    constexpr int kEach = sizeof(Some) / 4;
-#pragma unroll
-    for (int i = 0; i < kJobs; ++i) {
-      const int row = i * kJump;
-#pragma unroll
-      for (int j = 0; j < kOfJob; ++j) {
-        const bool inside = swapped ? 0 < rows && j < steps : row + j < rows && 0 < steps;
-        const int at = swapped ? j * pitch : (row + j) * pitch;
-        const Some values = inside ? *reinterpret_cast<const Some*>(x + at) : Some(0);
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) words[set][(i * kOfJob + j) * kEach + k] = values[k];
-      }
-    }
-    x += swapped ? kDepth * static_cast<long>(pitch) : kDepth;
-    steps -= kDepth;
-  }
-  template <int set>
-  IPEX_INLINE void put(Vector* tile) const {
-    const unsigned int* const all = words[set];
-    if constexpr (swapped) {
-      // Steps 2 k and 2 k + 1 of row j.
-      const auto pair = [&](int j, int k) IPEX_INLINE {
-        return pair_of_row(all[2 * k * (kWide / 2) + j / 2], all[(2 * k + 1) * (kWide / 2) + j / 2],
-                           j);
-      };
-#pragma unroll
-      for (int j = 0; j < kWide; j += 2) {
-        tile[block * kUnits + unit_at(g + j / 2, t, matrix)] =
-            unit_of<left>(pair(j, 0), pair(j, 1), pair(j + 1, 0), pair(j + 1, 1));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kJobs; ++i) {
-        const unsigned int* const w = all + 8 * i;
-        Vector* const units = tile + (block + i * kJump / kSide) * kUnits;
-        units[unit_at(g, t, 0)] = unit_of<left>(w[0], w[1], w[4], w[5]);
-        units[unit_at(g, t, 1)] = unit_of<left>(w[2], w[3], w[6], w[7]);
-      }
-    }
-  }
-};
+// Joins the numbers of the items that share rows of a left matrix.
+template <typename F>
+IPEX_INLINE inline float shared(const sycl::sub_group& sub_group, float value, F join) {
+  value = join(value, sycl::permute_group_by_xor(sub_group, value, 1));
+  return join(value, sycl::permute_group_by_xor(sub_group, value, 2));
+}

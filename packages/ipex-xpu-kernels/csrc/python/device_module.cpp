@@ -174,6 +174,8 @@ PYBIND11_MODULE(_C, m) {
                                        : FallbackMode::Silent);
   });
   m.def("attention_supported", &attention_supported);
+  m.def("joint_pairs",
+        [](int device) { return joint_pairs(static_cast<c10::DeviceIndex>(device)); });
   // Sequences of tensors and numbers in the order of struct Attention.
   m.def("attention", [](at::Tensor query, at::Tensor key, at::Tensor value, at::Tensor out,
                         std::optional<at::Tensor> mask, std::optional<at::Tensor> slopes,

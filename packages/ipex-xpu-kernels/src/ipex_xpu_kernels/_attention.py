@@ -129,6 +129,24 @@ def _splits(query: Tensor, key: Tensor, value: Tensor, rows: int) -> bool:
     return is_gpu(query)
 
 
+def _split_kernel(query: Tensor, key: Tensor, value: Tensor, most: int) -> tuple[str, int]:
+    """Return the name of the kernel that splits the keys, and the queries that a work-group of it has."""
+    dtypes = f"{DTYPES[query.dtype]},{DTYPES[key.dtype]}"
+    largest = max(query.shape[-1], value.shape[-1])
+    if (
+        largest <= 128
+        and query.dtype != torch.float32
+        and (key.dtype == query.dtype or (query.dtype, key.dtype) == (torch.bfloat16, torch.int8))
+        and query.data_ptr() % 16 == 0
+        and all(n % 8 == 0 for n in query.stride()[:-1])
+        and _native().joint_pairs(query.device.index)
+    ):
+        own = 1 if most <= 8 else 2
+        return f"attention_split_pairs<{dtypes},{64 if largest <= 64 else 128},{own}>", 8 * own
+    rows = 4 if most <= 4 else 8
+    return f"attention_split<{dtypes},{rows}>", rows
+
+
 def _run_split(
     query: Tensor,
     key: Tensor,
@@ -157,7 +175,7 @@ def _run_split(
     most = group * longest
     size, value_size = query.shape[3], value.shape[3]
     reach = keys if table is None else table.shape[1] * keys
-    rows_each = 4 if most <= 4 else 8
+    name, rows_each = _split_kernel(query, key, value, most)
     blocks = -(-most // rows_each)
     # Enough groups for a GPU, of keys that are worth one.
     wanted = -(-_SPLIT_GROUPS // (sequences * kv_heads * blocks))
@@ -166,7 +184,7 @@ def _run_split(
     parts = query.new_empty(rows * value_size, dtype=torch.float32)
     stats = query.new_empty(rows * 2, dtype=torch.float32)
     launch(
-        f"attention_split<{DTYPES[query.dtype]},{DTYPES[key.dtype]},{rows_each}>",
+        name,
         query,
         *((sequences, kv_heads, splits * blocks * _SPLIT_ITEMS), (1, 1, _SPLIT_ITEMS)),
         *(query, key, value, parts, stats, mask, slopes, q_starts, k_lengths, table),

@@ -22,13 +22,6 @@ constexpr int kTall = kSize <= 64 ? 2 : 1;
 constexpr int kStored = 4096 / 8;  // vectors of a block of keys or values
 here::experimental::work_group_static<Vector[4 * kStored]> tiles_of_group;
 
-// Joins the numbers of the items that share queries.
-template <typename F>
-IPEX_INLINE inline float shared(const sycl::sub_group& sub_group, float value, F join) {
-  value = join(value, sycl::permute_group_by_xor(sub_group, value, 1));
-  return join(value, sycl::permute_group_by_xor(sub_group, value, 2));
-}
-
 // Calls `multiply` with each of kMatrices matrices of queries and both of the columns that `units`
 // hold.
 template <typename E, int kMatrices, typename F>

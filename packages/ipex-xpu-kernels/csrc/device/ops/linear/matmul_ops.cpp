@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "device/core/kernel_ops.h"
 #include "device/onednn/onednn_library.h"
@@ -223,32 +224,29 @@ int joint_dim(const Tensor& x) {
 
 // By the device's instructions for products (joint/matmul_pairs.sycl.cpp or, where an item does not
 // know which numbers of a matrix it holds, joint/matmul_joint.sycl.cpp); false where the device or
-// the operands do not fit.
-bool multiply_joint(const Product& p) {
+// the operands do not fit. `other` is the transposed product, for which the first may stand.
+bool multiply_joint(const Product& product, const Product& other) {
   constexpr std::int64_t kTile = 128;
   constexpr std::int64_t kFewest = 16;
-  const Tensor& y = p.y;
-  const auto device = static_cast<c10::DeviceIndex>(y.get_device());
+  const auto device = static_cast<c10::DeviceIndex>(product.y.get_device());
   const std::size_t sub_group = device_info(device).joint_sub_group;
-  if (sub_group == 0 || y.scalar_type() == at::kFloat || y.size(1) < kFewest ||
-      y.size(2) < kFewest || p.a.size(2) < kFewest)
+  if (sub_group == 0 || product.y.scalar_type() == at::kFloat || product.y.size(1) < kFewest ||
+      product.y.size(2) < kFewest || product.a.size(2) < kFewest)
     return false;
-  const int a = joint_dim(p.a);
-  const int b = joint_dim(p.b);
+  int a = joint_dim(product.a);
+  int b = joint_dim(product.b);
   if (a == 0 || b == 0) return false;
-  const auto swapped = [](int dim) { return dim == 1 ? "true" : "false"; };
-  const std::string kind = std::string(swapped(a)) + ',' + swapped(b);
   const bool pairs = joint_pairs(device);
-  // Larger groups, if there are enough of them.
-  const std::int64_t large = parts(y.size(1), 2 * kTile) * parts(y.size(2), kTile) * y.size(0);
-  const std::int64_t times = pairs && large >= device_info(device).compute_units ? 2 : 1;
-  const std::string name =
-      pairs ? kernel_name("matmul_pairs", p.dtype, (times == 1 ? "2," : "4,") + kind)
-            : kernel_name("matmul_joint", p.dtype, kind);
-  const std::size_t items = 4 * static_cast<std::size_t>(times) * sub_group;
+  const bool transposed = pairs && a == 2 && b == 1;
+  if (transposed) std::swap(a, b);
+  const Product& p = transposed ? other : product;
+  const Tensor& y = p.y;
+  const auto swapped = [](int dim) { return dim == 1 ? "true" : "false"; };
+  const std::string name = kernel_name(pairs ? "matmul_pairs" : "matmul_joint", p.dtype,
+                                       std::string(swapped(a)) + ',' + swapped(b));
+  const std::size_t items = 4 * sub_group;
   launch<3>(current_queue(device), device, name,
-            {static_cast<std::size_t>(y.size(0)),
-             static_cast<std::size_t>(parts(y.size(1), times * kTile)),
+            {static_cast<std::size_t>(y.size(0)), static_cast<std::size_t>(parts(y.size(1), kTile)),
              static_cast<std::size_t>(parts(y.size(2), kTile)) * items},
             {1, 1, items}, p.a.const_data_ptr(), p.b.const_data_ptr(), data(p.c),
             y.mutable_data_ptr(), static_cast<int>(y.size(1)), static_cast<int>(y.size(2)),
@@ -304,8 +302,9 @@ bool matmul_kernel(const Tensor& out, const Tensor& a, const Tensor& b, const Te
       multiply_small(transposed))
     return true;
   if (!device_info(static_cast<c10::DeviceIndex>(out.get_device())).is_cpu) {
-    const Product& chosen = y.stride(1) == 1 && y.stride(2) != 1 ? transposed : product;
-    if (!multiply_joint(chosen)) multiply_tiles(chosen);
+    const bool by_columns = y.stride(1) == 1 && y.stride(2) != 1;
+    const Product& chosen = by_columns ? transposed : product;
+    if (!multiply_joint(chosen, by_columns ? product : transposed)) multiply_tiles(chosen);
     return true;
   }
   // The transposed product, if that takes fewer cycles: what fills panels is multiplied, too, and
