@@ -247,6 +247,38 @@ def test_decoding_by_splits(name: str, dtype: torch.dtype, monkeypatch: pytest.M
         torch.testing.assert_close(actual, wanted, rtol=2 * rtol, atol=2 * atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [40, 64, 128])
+@pytest.mark.parametrize("shared", [1, 3, 16], ids=lambda n: f"{n}_queries")
+@pytest.mark.usefixtures("always")
+def test_decoding_of_16_bits(
+    shared: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU with joint_matrix takes its kernel; a query in each head of `shared`, scores that grow late."""
+    monkeypatch.setattr("ipex_xpu_kernels._attention.is_gpu", lambda _: True)
+    rtol, atol = TOLERANCE[dtype]
+    q = rand(2, 2 * shared, 1, size, dtype=dtype)
+    k, v = (rand(2, 2, 700, size, dtype=dtype) for _ in range(2))
+    k[:, :, 400:] *= 3
+    codes = [(x * 40).round().clamp(-128, 127).to(torch.int8) for x in (k, v)]
+    scales = [rand(2, 2, 700).float().abs() / 40 + 0.01 for _ in range(2)]
+    lengths = torch.tensor([700, 77])
+    for keys, values, more in (
+        (k, v, {}),
+        (k, v, {"window_size": 90, "softcap": 20.0, "alibi_slopes": rand(2 * shared).float()}),
+        (*codes, {"k_scale": 0.02, "v_scale": 0.03}),
+        (*codes, dict(zip(("key_scales", "value_scales"), scales, strict=True))),
+    ):
+        results = []
+        for device in ("xpu", "cpu"):
+            there = {
+                name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in more.items()
+            }
+            tensors = (x.to(device) for x in (q, keys, values, lengths))
+            results.append(torch.ops.ipex.decode_attention(*tensors, **there).cpu())
+        torch.testing.assert_close(*results, rtol=2 * rtol, atol=2 * atol)
+
+
 @pytest.mark.usefixtures("always")
 def test_packed_weights_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ipex_xpu_kernels._woq.is_gpu", lambda _: True)

@@ -180,6 +180,32 @@ def test_what_is_wrong_raises_as_on_the_host(name: str) -> None:
     raises_as_on_the_host(op, *args)
 
 
+def test_tables_are_checked_again_after_a_write() -> None:
+    query = torch.randn(2, 2, 8, device="xpu")
+    caches = [torch.randn(4, 2, 4, 8, device="xpu") for _ in range(2)]
+    lengths = torch.tensor([8, 5], dtype=torch.int32, device="xpu")
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device="xpu")
+
+    def attend(table: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        torch.ops.ipex.single_query_cached_kv_attention(
+            *(out, query, *caches, None, 0.5, table, lengths, 4, 8, None)
+        )
+        return out
+
+    first = attend(table)
+    assert torch.equal(attend(table), first)
+    for wrong in (table.clone(), table):
+        wrong[1, 0] = 4
+        with pytest.raises(RuntimeError, match=r"hold numbers of blocks in \[0, 4\), got 4"):
+            attend(wrong)
+    table[1, 0] = 2
+    assert torch.equal(attend(table), first)
+    lengths += 4
+    with pytest.raises(RuntimeError, match="context_lens must be between 0 and the capacity"):
+        attend(table)
+
+
 def test_ids_of_no_quantized_expert() -> None:
     samples = specs()["fused_experts"].samples(torch.float32)
     args = list(next(s for s in samples if s.id == "int8_3").args)

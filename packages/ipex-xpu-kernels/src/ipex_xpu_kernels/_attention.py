@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.checks import read_once
+from ipex_core.library.checks import check_once, read_once
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.attention import check_offsets
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
@@ -313,9 +313,15 @@ def _single_query(
         return False  # the definition reads the mapping
     if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
         return False
-    lengths = read_once(context_lens, Tensor.tolist)
-    check_block_tables(op, "context_lens", lengths, block_tables, block_size, key_cache.shape[0])
-    check_longest(op, lengths, max_context_len)
+    blocks = key_cache.shape[0]
+
+    def check_values() -> None:
+        lengths = read_once(context_lens, Tensor.tolist)
+        check_block_tables(op, "context_lens", lengths, block_tables, block_size, blocks)
+        check_longest(op, lengths, max_context_len)
+
+    others = op, block_size, blocks, max_context_len
+    check_once((context_lens, block_tables), others, check_values)
     _run(
         *(query.unsqueeze(2), key_cache, value_cache, output.unsqueeze(2)),
         scale=scale,
@@ -411,10 +417,14 @@ def _flash_attn_varlen_func(
     queries = check_offsets(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0])
     keys = check_offsets(op, "cu_seqlens_kv", cu_seqlens_kv, 2**62)
     lengths = [end - begin for begin, end in keys]
-    block_size = key_cache.shape[2]
-    check_block_tables(
-        *(op, "cu_seqlens_kv", lengths, block_table, block_size, key_cache.shape[0], "block_table")
-    )
+    blocks, block_size = key_cache.shape[0], key_cache.shape[2]
+
+    def check_values() -> None:
+        check_block_tables(
+            *(op, "cu_seqlens_kv", lengths, block_table, block_size, blocks, "block_table")
+        )
+
+    check_once((cu_seqlens_kv, block_table), (op, block_size, blocks), check_values)
     _run(
         *(_packed(query), key_cache, value_cache, _packed(out)),
         scale=softmax_scale,

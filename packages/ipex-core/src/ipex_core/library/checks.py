@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ipex_core.library.spec import FLOATS, BenchCase, check, dtype_name
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_kind",
     "check_like",
     "check_not_expanded",
+    "check_once",
     "check_one_of",
     "check_score_scale",
     "check_shape",
@@ -70,9 +71,8 @@ def check_tensor(
 
 def check_device(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
     """Check that ``value`` lies on the device of ``x``, which the message calls ``of``."""
-    check(
-        value.device == x.device, op, name, f"be on the device of {of} = {x.device}", value.device
-    )
+    if value.device != x.device:
+        check(False, op, name, f"be on the device of {of} = {x.device}", value.device)
 
 
 def check_dtype(
@@ -85,13 +85,11 @@ def check_dtype(
     or_float32: bool = False,
 ) -> None:
     """Check that ``value`` has the dtype of ``x``, or float32 where that is allowed."""
-    check(
-        value.dtype == x.dtype or (or_float32 and value.dtype == torch.float32),
-        op,
-        name,
-        f"have the dtype of {of} = {dtype_name(x.dtype)}" + (" or float32" if or_float32 else ""),
-        dtype_name(value.dtype),
-    )
+    if value.dtype == x.dtype or (or_float32 and value.dtype == torch.float32):
+        return
+    expected = f"have the dtype of {of} = {dtype_name(x.dtype)}"
+    expected += " or float32" if or_float32 else ""
+    check(False, op, name, expected, dtype_name(value.dtype))
 
 
 def check_kind(
@@ -110,8 +108,9 @@ def check_kind(
 
 def check_dtype_in(op: str, name: str, value: torch.Tensor, *dtypes: torch.dtype) -> None:
     """Check that ``value`` has one of these dtypes."""
-    names = ", ".join(dtype_name(dtype) for dtype in dtypes)
-    check(value.dtype in dtypes, op, name, f"have dtype {names}", dtype_name(value.dtype))
+    if value.dtype not in dtypes:
+        names = ", ".join(dtype_name(dtype) for dtype in dtypes)
+        check(False, op, name, f"have dtype {names}", dtype_name(value.dtype))
 
 
 def check_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int]) -> None:
@@ -133,14 +132,16 @@ def check_one_of(op: str, name: str, value: Any, choices: Collection[str]) -> No
 def check_like(op: str, name: str, value: torch.Tensor, x: torch.Tensor, of: str = "x") -> None:
     """Check that ``value`` has the device, dtype and shape of ``x``."""
     check_kind(op, name, value, x, of)
-    shape = list(x.shape)
-    check(value.shape == x.shape, op, name, f"have the shape of {of} = {shape}", list(value.shape))
+    if value.shape != x.shape:
+        expected = f"have the shape of {of} = {list(x.shape)}"
+        check(False, op, name, expected, list(value.shape))
 
 
 def check_not_expanded(op: str, name: str, x: torch.Tensor) -> None:
     """Check that no two elements of a tensor that is written to share memory by a stride of 0."""
     for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        check(stride != 0 or size <= 1, op, name, "not be expanded", f"stride 0 in dimension {dim}")
+        if stride == 0 and size > 1:
+            check(False, op, name, "not be expanded", f"stride 0 in dimension {dim}")
 
 
 def check_score_scale(op: str, name: str, scale: float) -> None:
@@ -288,10 +289,41 @@ def read_once(x: torch.Tensor, read: Callable[[torch.Tensor], T]) -> T:
     """
     if x.device.type == "cpu" or x.is_inference():
         return read(x)
-    state = x._version, x.data_ptr(), x.shape, x.stride()
+    state = _state(x)
     of_tensor = _known.setdefault(x, {})
     known = of_tensor.get(read)
     if known is None or known[0] != state:
         known = of_tensor[read] = state, read(x)
     result: T = known[1]
     return result
+
+
+def check_once(
+    tensors: tuple[torch.Tensor, ...], others: tuple[object, ...], check_values: Callable[[], None]
+) -> None:
+    """Call ``check_values`` unless it passed for these tensors on a device, which were not written to since then.
+
+    What `read_once` says of lengths and tables holds for checks of them, too.
+
+    Args:
+        tensors: One or more, whose values are checked.
+        others: What else the check depends on.
+        check_values: Raises where something is wrong.
+
+    Example:
+        >>> check_once((torch.tensor([1, 2]),), (2,), lambda: None)
+    """
+    if any(x.device.type == "cpu" or x.is_inference() for x in tensors):
+        return check_values()
+    state = others, *map(_state, tensors)
+    of_tensor = _known.setdefault(tensors[0], {})
+    known, same = of_tensor.get(check_once, (None, ()))
+    if known != state or any(ref() is not x for ref, x in zip(same, tensors, strict=True)):
+        check_values()
+        of_tensor[check_once] = state, tuple(map(TensorWeakRef, tensors))
+    return None
+
+
+def _state(x: torch.Tensor) -> tuple[object, ...]:
+    """Return what changes when ``x`` is written to."""
+    return x._version, x.data_ptr(), x.shape, x.stride()

@@ -225,6 +225,7 @@ class OpSpec:
         return getattr(getattr(torch.ops, NAMESPACE), self.name)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype as messages write it: ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
