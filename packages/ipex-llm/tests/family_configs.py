@@ -259,6 +259,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJ", {**_GPT, "rotary_dim": 8}),
     "gpt_neox": ("GPTNeoX", {**BASE}),
     "gpt_neox_sequential": ("GPTNeoX", {**BASE, "use_parallel_residual": False}),
+    # A bias in the last layer, which is added behind the attention.
+    "gpt_neox_japanese": ("GPTNeoXJapanese", {**BASE, "intermediate_multiple_size": 2}),
     "gpt2": ("GPT2", {**_GPT}),
     "opt": ("OPT", _opt()),
     # Positions are sinusoids in a buffer.

@@ -39,6 +39,7 @@ NAMES = [
         "laguna",
         "nanochat",
         "modernbert_decoder",
+        "gpt_neox_japanese",
         "deepseek_v32",
         "glm_moe_dsa",
         "axk1",

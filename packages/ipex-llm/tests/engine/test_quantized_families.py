@@ -15,10 +15,12 @@ import recurrent_models
 import torch
 from families import CAUSAL, build, tokens
 from plain_weights import with_plain_weights
+from transformers import DynamicCache
 
 import ipex_llm
 import ipex_quant as q
 from ipex_llm.engine import Engine, SamplingParams
+from ipex_llm.kv_cache.transformers import state_of_cache
 from ipex_llm.records import record_of
 
 pytestmark = [
@@ -37,7 +39,10 @@ LATENTS = [
 ]
 KEYS = [
     name
-    for name in ("mimo_v2_flash", "laguna", "nanochat", "modernbert_decoder", "minimax_m3")
+    for name in (
+        *("mimo_v2_flash", "laguna", "nanochat", "modernbert_decoder", "minimax_m3"),
+        "gpt_neox_japanese",
+    )
     if name in CAUSAL
 ]
 NAMES = [*KEYS, *LATENTS, *STATES]
@@ -130,17 +135,18 @@ def test_int4_in_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if n != "recurrent_gemma"]
-)  # it returns no cache
+@pytest.mark.parametrize("name", NAMES)
 def test_caches(name: str, dtype: torch.dtype) -> None:
     fast, model, ids = (
         ipex_llm.optimize(make(name), kv_cache_dtype=dtype),
         make(name),
         tokens(2, 24),
     )
-    first = fast(ids[:, :20], use_cache=True)
-    cache = getattr(first, "cache", None) or first.past_key_values
+    # RecurrentGemma returns no cache, and only takes one.
+    own = {"cache": DynamicCache(config=fast.config)} if name == "recurrent_gemma" else {}
+    first = fast(ids[:, :20], use_cache=True, **own)
+    cache = own.get("cache") or getattr(first, "cache", None) or first.past_key_values
+    assert state_of_cache(cache).cache.dtype == dtype
     step = fast(ids[:, 20:21], past_key_values=cache, position_ids=torch.tensor([[20]])).logits
     apart = 1 - torch.cosine_similarity(step, model(ids[:, :21]).logits[:, -1:], dim=-1)
     assert float(apart.max()) < (1e-3 if dtype == torch.int8 else 0.15)

@@ -96,6 +96,9 @@ class LinearPlan:
     order: Tensor | None = None
     #: float32 ``[out_features]``: what the expected rows, with their biases, are multiplied with.
     factors: Tensor | None = None
+    #: Module and name of a parameter ``[out_features]`` that is added to the rows, besides their biases: the layer
+    #: around adds it (GPT-NeoX Japanese).
+    added: tuple[nn.Module, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
 def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
     """Return what the modules of a linear layer gave side by side as the expected rows, ``[..., out]``."""
     y = y if plan.order is None else y[..., plan.order.to(y.device)]
-    return y if plan.factors is None else y.float() * plan.factors.to(y.device)
+    y = y if plan.factors is None else y.float() * plan.factors.to(y.device)
+    return y if plan.added is None else y.float() + per_head(*plan.added)
 
 
 def rotate(rope: RopePlan, x: Tensor) -> Tensor:

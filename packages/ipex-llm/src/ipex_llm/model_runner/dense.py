@@ -119,8 +119,16 @@ class WeightStore:
         if key not in self._memo and partner is None:
             self._share(key, plan)
         if key not in self._memo:
-            self._memo[key] = dataclasses.replace(self._any(plans, False), factors=plan.factors)
+            made = self._any(plans, False)
+            bias = made.bias if plan.added is None else self._with_added(made.bias, *plan.added)
+            self._memo[key] = dataclasses.replace(made, bias=bias, factors=plan.factors)
         return self._memo[key]
+
+    def _with_added(self, bias: Tensor | None, module: nn.Module, name: str) -> Tensor:
+        """Return a bias with a parameter of another module added to it."""
+        added = getattr(module, name).detach().to(self.dtype)
+        self.watch(module, name)
+        return added if bias is None else bias + added
 
     def _share(self, key: tuple[int, ...], plan: LinearPlan) -> None:
         """Let modules that share all their parameters have one packed weight (the shared layers of Zamba 2)."""

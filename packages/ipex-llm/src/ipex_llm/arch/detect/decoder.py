@@ -238,6 +238,7 @@ def match_layer(
         attended, more = (attention_in, flow.attention), _token_block(flow, plan)
         return Layer(layer_with_streams(trace, plan, streams, around, attended, flow.mlp, more))
     found = _parallel(flow, plan) or _sequential(flow, plan) or _with_more(flow, plan)
+    found = found or _with_added(flow, plan, module)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
     ):
@@ -287,6 +288,22 @@ def _with_more(flow: _Flow, plan: LayerPlan) -> Layer | None:
         if found is None or found.plan.residual_after_norm or found.plan.residual_scale != 1.0:
             continue
         return Layer(dataclasses.replace(found.plan, stream_scale=number, token_block=block))
+    return None
+
+
+def _with_added(flow: _Flow, plan: LayerPlan, module: nn.Module) -> Layer | None:
+    """Return the plan of a layer that adds a parameter of its attention to what that gives, or None."""
+    a = plan.attention
+    if not isinstance(a, AttentionPlan) or plan.post_attention_norm is not None:
+        return None
+    for name, value in module.named_parameters(recurse=False):
+        if value.shape != flow.h.shape[-1:]:
+            continue
+        output = dataclasses.replace(a.output, added=(module, name))
+        own = dataclasses.replace(plan, attention=dataclasses.replace(a, output=output))
+        found = _sequential(dataclasses.replace(flow, attention=flow.attention + value), own)
+        if found is not None:
+            return found
     return None
 
 

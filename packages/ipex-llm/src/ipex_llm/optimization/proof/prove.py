@@ -152,6 +152,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.keys_as_values,
         plan.source is None,
         plan.output_norm is None,
+        plan.output.added is None,
     )
 
 
