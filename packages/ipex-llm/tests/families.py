@@ -54,11 +54,12 @@ _CONFIG_NAMES = {
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
     "Llama4": "Llama4TextConfig",
     "MiniMaxM3VL": "MiniMaxM3VLTextConfig",
+    "Mllama": "MllamaTextConfig",
     "Phimoe": "PhimoeConfig",
 }
 
 #: Families whose whole decoder is not matched on purpose.
-UNMATCHED: frozenset[str] = frozenset({"jamba_gelu", "mllama", "yuan"})
+UNMATCHED: frozenset[str] = frozenset({"jamba_gelu", "yuan"})
 
 
 @torch.no_grad()

@@ -460,6 +460,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
+    # Text alone of a model with layers that read pictures, one of them the last.
+    "mllama_text": (
+        "Mllama",
+        {**BASE, **FOUR_LAYERS, "cross_attention_layers": [1, 3], "rope_scaling": LLAMA3},
+    ),
     "jamba": ("Jamba", _JAMBA),
     # With an activation behind the convolution that no op has: some layers are understood, others are not.
     "jamba_gelu": ("Jamba", {**_JAMBA, "hidden_act": "gelu"}),

@@ -40,6 +40,7 @@ NAMES = [
         "nanochat",
         "modernbert_decoder",
         "gpt_neox_japanese",
+        "mllama_text",
         "deepseek_v32",
         "glm_moe_dsa",
         "axk1",

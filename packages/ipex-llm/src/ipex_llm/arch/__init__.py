@@ -8,6 +8,7 @@ differs between the families of models is a value here; nothing that runs a plan
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +35,7 @@ __all__ = [
     "MixerPlan",
     "MlpPlan",
     "NormPlan",
+    "PicturePlan",
     "RopePlan",
     "ScanPlan",
     "SelectivePlan",
@@ -502,6 +504,30 @@ class HeadBlockPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PicturePlan:
+    """A layer that reads rows of a picture (Llama 3.2 Vision); it is left out of texts without.
+
+    ``h += tanh(gates[0]) * output(attention(query(norm(h)), key_value(rows)))``, then
+    ``h += tanh(gates[1]) * seen * mlp(mlp_norm(h))``; `seen` is 0 for tokens that come before the picture.
+    """
+
+    module: nn.Module  # has the parameters named in `gates`
+    norm: NormPlan
+    query: LinearPlan
+    key_value: LinearPlan  # rows: all key heads, all value heads
+    output: LinearPlan
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    query_norm: NormPlan | None
+    key_norm: NormPlan | None
+    mlp_norm: NormPlan
+    mlp: MlpPlan
+    gates: tuple[str, str]  # [1] each
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerPlan:
     """One decoder layer; `attention` may be another block that mixes tokens, with a state.
 
@@ -536,6 +562,8 @@ class LayerPlan:
     token_block: TokenBlockPlan | None = None
     low: LowRankPlan | None = None
     streams: StreamsPlan | None = None
+    #: Behind all that: a layer of its own in the model.
+    picture: PicturePlan | None = None
 
     @property
     def cached(self) -> AttentionPlan | None:
@@ -586,6 +614,19 @@ class DecoderPlan:
     def has_states(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
         return any(isinstance(p.attention, MixerPlan) or p.beside for p in self.layers)
+
+    @property
+    def pictures(self) -> list[PicturePlan]:
+        """The layers that read a picture."""
+        return [p.picture for p in self.layers if p.picture is not None]
+
+    @property
+    def places(self) -> list[int]:
+        """The indices that the layers have in the model, which counts those that read a picture."""
+        before = itertools.accumulate((p.picture is not None for p in self.layers), initial=0)
+        return [
+            index + count for index, count in zip(range(len(self.layers)), before, strict=False)
+        ]
 
     def linear_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules of all linear layers of the plan."""

@@ -31,6 +31,7 @@ from ipex_llm.arch import (
     MixerPlan,
     MlpPlan,
     NormPlan,
+    PicturePlan,
     RopePlan,
     ScanPlan,
     SelectivePlan,
@@ -251,6 +252,41 @@ def _weigh(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Te
         sinks = plan.sinks.float().view(-1, 1, 1).expand(-1, length, 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+
+
+def picture_rows(plan: PicturePlan, both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values ``[..., kv_heads, head_dim]`` for what `plan.key_value` gives."""
+    keys, values = both.unflatten(-1, (-1, plan.head_dim)).split(plan.kv_heads, dim=-2)
+    return run_norm(plan.key_norm, keys), values
+
+
+def look(plan: PicturePlan, query: Tensor, both: Tensor, causal: bool = False) -> Tensor:
+    """Return the input of `plan.output`, for rows of `plan.query` ``[T, ...]`` and of `plan.key_value` ``[S, ...]``.
+
+    `causal`: row t sees the first t + 1, as in stock models that are given no mask and attend by "sdpa".
+    """
+    q = run_norm(plan.query_norm, query.float().unflatten(-1, (plan.heads, -1)))
+    groups = plan.heads // plan.kv_heads
+    k, v = (one.repeat_interleave(groups, dim=1) for one in picture_rows(plan, both.float()))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * plan.scale
+    if causal:
+        scores = scores + torch.full_like(scores[0], -math.inf).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+
+
+def gates_of(plan: PicturePlan) -> tuple[float, float]:
+    """Return the factors on both blocks of a layer that reads a picture."""
+    first, second = (float(torch.tanh(per_head(plan.module, name))) for name in plan.gates)
+    return first, second
+
+
+def run_picture(plan: PicturePlan, h: Tensor, rows: Tensor, causal: bool = False) -> Tensor:
+    """A layer that reads rows of a picture ``[S, width]``, on ``[T, hidden]`` behind the picture; see `look`."""
+    first, second = gates_of(plan)
+    query = run_linear(plan.query, run_norm(plan.norm, h))
+    seen = look(plan, query, run_linear(plan.key_value, rows), causal)
+    h = h + first * run_linear(plan.output, seen)
+    return h + second * run_mlp(plan.mlp, run_norm(plan.mlp_norm, h))
 
 
 def filter_of(plan: ConvPlan) -> tuple[Tensor, Tensor | None]:

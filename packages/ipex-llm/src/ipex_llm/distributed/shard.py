@@ -197,6 +197,10 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
             "optimize: model must have layers that read the stream alone to be divided, got one that reads the tokens,"
             " or the keys and values of another layer"
         )
+    if layer.picture is not None:
+        raise OpArgumentError(
+            "optimize: model must have layers that read text alone to be divided, got one that reads a picture"
+        )
     if a.output.added is not None:
         raise OpArgumentError(
             "optimize: model must add biases of projections alone to be divided, got a parameter that a layer adds"

@@ -64,6 +64,16 @@ class CacheState:
         self.valid: Tensor | None = None
         self._fallback: tuple[Step, Tensor | None] | None = None
         self.next_valid: Tensor | None = None
+        #: Keys and values of pictures ``[B, kv_heads, S, head_dim]``, for each layer that reads them; at first nothing.
+        self.pictures: list[Tensor] = []
+        self.places = runner.plan.places  # of the layers in the model
+        self.picture_places = [i for i in range(max(self.places) + 2) if i not in self.places]
+
+    def see(self, rows: list[Tensor]) -> None:
+        """Store keys and values of pictures, behind earlier ones."""
+        before = self.pictures
+        both = zip(before, rows, strict=True)
+        self.pictures = [torch.cat(pair, dim=2) for pair in both] if before else rows
 
     def append(self, batch: int, count: int, new: Tensor | None) -> Step:
         """Make room for ``count`` places of each sequence.
@@ -94,8 +104,10 @@ class CacheState:
     def select(self, indices: Sequence[int]) -> None:
         """Let sequence i be what sequence ``indices[i]`` was."""
         self.sequences.select(indices)
+        rows = torch.tensor(indices, dtype=torch.int64)
+        self.pictures = [one[rows] for one in self.pictures]
         if self.valid is not None:
-            self.valid = self.valid[torch.tensor(indices, dtype=torch.int64)]
+            self.valid = self.valid[rows]
 
     def cut(self, count: int) -> None:
         """Remove the last ``count`` places."""
@@ -261,6 +273,7 @@ def cache_class() -> Any:
 
         def reset(self) -> None:
             self._state.cut(self._state.length)
+            self._state.pictures = []
 
         def activate_past_recording(self) -> None:
             pass
@@ -350,7 +363,7 @@ def give_up(cache: Any, config: Any, decoder: Any) -> bool:
     for index, shape in enumerate(state.cache.states):
         if state.cache.layers[index] is not None:
             keys, values = state.padded(index)
-            cache.update(keys.to(state.dtype), values.to(state.dtype), index)
+            cache.update(keys.to(state.dtype), values.to(state.dtype), state.places[index])
         if shape is None:
             continue
         found = [part[rows] for part in state.cache.states_of(index)]
@@ -364,6 +377,9 @@ def give_up(cache: Any, config: Any, decoder: Any) -> bool:
         if shape.state is not None:
             swapped = found[1].transpose(-1, -2) if shape.values_first else found[1]
             cache.update_recurrent_state(swapped.contiguous(), index)
+    pairs = zip(state.pictures[::2], state.pictures[1::2], state.picture_places, strict=False)
+    for keys, values, index in pairs:
+        cache.update(keys, values, index)
     return True
 
 

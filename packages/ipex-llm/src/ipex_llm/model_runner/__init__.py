@@ -23,6 +23,7 @@ from ipex_llm.kv_cache import (
     cache_dtype,
     state_bytes,
 )
+from ipex_llm.model_runner.attention import Look, keys_and_values
 from ipex_llm.model_runner.dense import (
     Owners,
     PlannedWeight,
@@ -92,9 +93,10 @@ class Runner:
         self.store = WeightStore(dtype, shared)
         try:
             self.emitter = Emitter(plan, self.store)
-            #: Programs by (mode, with logits, cache dtype, with the states of all layers), without adapters and with.
-            self._programs: dict[tuple[Mode, bool, torch.dtype | None, bool], Program] = {}
-            self._lora_programs: dict[tuple[Mode, bool, torch.dtype | None, bool], Program] = {}
+            #: Programs by (mode, with logits, cache dtype, with the states of all layers, with layers that read
+            #: a picture), without adapters and with.
+            self._programs: dict[tuple[Any, ...], Program] = {}
+            self._lora_programs: dict[tuple[Any, ...], Program] = {}
             self._lora: LoraSites | None = None
             self._program(
                 "decode", plan.head is not None, None
@@ -124,12 +126,15 @@ class Runner:
         cache: torch.dtype | None,
         states: bool = False,
         lora: LoraSites | None = None,
+        look: bool = False,
     ) -> Program:
-        key = (mode, logits, cache, states)
+        key = (mode, logits, cache, states, look)
         programs = self._programs if lora is None else self._lora_programs
         program = programs.get(key)
         if program is None:
-            program = programs[key] = self.emitter.program(*key, self._scales(cache), lora)
+            program = programs[key] = self.emitter.program(
+                *key[:4], self._scales(cache), lora, look
+            )
         return program
 
     # -------------------------------------------------------------------------------------------------------- adapters
@@ -271,6 +276,20 @@ class Runner:
         own = own.to(self.dtype)
         return torch.cat([h, own * torch.tensor(rows.table_scale, dtype=self.dtype)], dim=1)
 
+    def pictures(self, rows: Tensor) -> list[Tensor]:
+        """Return keys and values of pictures for each layer that reads them, ``[B, kv_heads, S, head_dim]`` each.
+
+        Args:
+            rows: ``[B, S, width]``.
+        """
+        rows = rows.to(self.dtype)
+        found: list[Tensor] = []
+        for layer, weights in zip(self.plan.layers, self.emitter.layers, strict=True):
+            if layer.picture is not None:
+                assert weights.picture is not None
+                found += keys_and_values(layer.picture, weights.picture, rows)
+        return found
+
     def place(self, h: Tensor, positions: Tensor) -> Tensor:
         """Project token embeddings and add position embeddings, where the model does."""
         before = self.emitter.before
@@ -294,11 +313,13 @@ class Runner:
         states: list[Tensor] | None = None,
         length: int | None = None,
         adapters: Tensor | None = None,
+        look: Look | None = None,
     ) -> Tensor:
         """Run rows ``[T, H]`` through the stack; see `forward`.
 
         Args:
             states: Gets what each layer reads, ``[T, H]``, and at last the result. Not with ``logits``.
+            look: What the tokens see of pictures; None: layers that read them are left out.
 
         Returns:
             Logits of ``rows`` (None: the last of each sequence), or without ``logits`` all rows after the last norm.
@@ -307,7 +328,7 @@ class Runner:
         mode: Mode = "decode" if singles else "prefill"
         own = None if cache.dtype == self.dtype else cache.dtype
         lora = None if adapters is None else self._lora
-        program = self._program(mode, logits, own, states is not None, lora)
+        program = self._program(mode, logits, own, states is not None, lora, look is not None)
         inputs: list[Any] = [hidden]
         width = self.plan.hidden_size
         if self.plan.token_rows is not None:
@@ -338,6 +359,8 @@ class Runner:
             inputs.append(step.most)
         if lora is not None:
             inputs.append(adapters)
+        if look is not None:
+            inputs += look.inputs
         result, *between = program.run(*inputs)
         if states is not None:
             states += [*between, result]

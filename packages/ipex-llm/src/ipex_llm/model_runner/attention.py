@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as a part of a program: with keys and values in the cache, or with latents.
+"""Attention as a part of a program: with keys and values in the cache, with latents, or to a picture.
 
 In latent attention, what is cached is the latent, and the projections from it are absorbed. A score of a head is
 ``q . (U c) = (U^T q) . c`` with the latent ``c``, so queries are projected to the latent once and meet it as it is;
@@ -15,15 +15,24 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_llm.arch import AttentionPlan, LatentPlan, MixerPlan, NormPlan
+from ipex_llm.arch import (
+    AttentionPlan,
+    LatentPlan,
+    LinearPlan,
+    MixerPlan,
+    NormPlan,
+    PicturePlan,
+)
+from ipex_llm.arch.reference import gates_of, picture_rows
 from ipex_llm.model_runner.dense import (
     Linear,
     UnsupportedPlan,
     WeightStore,
     _unpack,
+    call_linear,
     check_packable,
 )
-from ipex_llm.model_runner.feed_forward import opened
+from ipex_llm.model_runner.feed_forward import opened, write_inner
 from ipex_quant.weight_only.linear import WoqLinearModule
 
 Tensor = torch.Tensor
@@ -311,3 +320,114 @@ def _features(a: AttentionPlan) -> int:
     """Return how many features the queries are made of."""
     module: Any = a.qkv.modules[0]
     return int(module.out_features)
+
+
+# --- layers that read a picture -------------------------------------------------------------------------------------
+#
+# Keys and values of the rows of a picture are made once; each step reads them. Rows of tokens stand without padding in
+# a program, so queries are put in places ``[B, count]`` for attention, and what it gives is taken from there again.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """Packed weights of a layer that reads a picture."""
+
+    query: Linear
+    key_value: Linear
+    output: Linear
+    mlp: tuple[Linear, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """What the tokens of a call see of pictures.
+
+    Attributes:
+        rows: Keys and values ``[B, kv_heads, S, head_dim]`` of each layer that reads a picture.
+        mask: Added to scores, broadcastable to ``[B, 1, count, S]``.
+        seen: ``[T, 1]``: 0 for tokens that see nothing, 1 for others.
+        count: New places of each sequence.
+        places: int64 ``[B * count]``: the row of the token at each place, any for padding.
+        back: int64 ``[T]``: the place of each row.
+    """
+
+    rows: list[Tensor]
+    mask: Tensor
+    seen: Tensor
+    count: int
+    places: Tensor
+    back: Tensor
+
+    @property
+    def inputs(self) -> list[Any]:
+        """What a program gets of it."""
+        return [*self.rows, self.mask, self.seen, self.places, self.back, self.count]
+
+
+class LookInputs:
+    """The same as inputs of a program."""
+
+    def __init__(self, b: Any, layers: int) -> None:
+        self.rows = [(b.input(f"seen key {i}"), b.input(f"seen value {i}")) for i in range(layers)]
+        names = ("seen mask", "seen", "places", "back")
+        self.mask, self.seen, self.places, self.back = map(b.input, names)
+        self.count = b.input_int("count")
+
+
+def linears_of(plan: PicturePlan) -> tuple[LinearPlan, LinearPlan, LinearPlan]:
+    """Return the projections to queries, to keys and values, and behind attention."""
+    return plan.query, plan.key_value, plan.output
+
+
+def pack_picture(store: WeightStore, plan: PicturePlan, mlp: tuple[Linear, ...]) -> Picture:
+    """Pack the weights of a layer that reads a picture.
+
+    Raises:
+        UnsupportedPlan: They are no plain or quantized matrices.
+    """
+    for name in plan.gates:
+        store.watch(plan.module, name)
+    query, key_value, output = map(store.linear, linears_of(plan))
+    return Picture(query, key_value, output, mlp)
+
+
+def keys_and_values(plan: PicturePlan, weights: Picture, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values ``[B, kv_heads, S, head_dim]`` of rows of pictures ``[B, S, width]``."""
+    both = call_linear(weights.key_value, rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+    keys, values = picture_rows(plan, both)
+    return keys.to(rows.dtype).transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
+
+
+def write_picture(
+    writer: Any, number: int, plan: PicturePlan, weights: Picture, h: Register
+) -> Register:
+    """Write a layer that reads a picture.
+
+    Args:
+        writer: Writes the program.
+        number: Of the layer among those that read a picture.
+        plan: Its plan.
+        weights: Of `pack_picture`.
+        h: The stream.
+    """
+    b, look = writer.b, writer.look
+    width = plan.heads * plan.head_dim
+    q = writer.linear(weights.query, writer.norm(plan.norm, h))
+    if plan.query_norm is not None:
+        q = b.call("reshape", q, [0, plan.heads, plan.head_dim])
+        q = b.call("reshape", writer.norm(plan.query_norm, q), [0, width])
+    q = b.call("select_rows", q, look.places)
+    q = b.call("reshape", q, [-1, look.count, plan.heads, plan.head_dim])
+    q, (keys, values) = b.call("transpose", q, 1, 2), look.rows[number]
+    if writer.mode == "decode":
+        out = b.call("decode_attention", q, keys, values, None, look.mask, plan.scale)
+    else:
+        out = b.call("attention", q, keys, values, look.mask, plan.scale)
+    out = b.call("reshape", b.call("transpose", out, 1, 2), [-1, width])
+    first, second = gates_of(plan)
+    y = writer.linear(weights.output, b.call("select_rows", out, look.back))
+    h = b.call("add", h, b.call("mul", y, first))
+    inner = write_inner(writer, plan.mlp, weights.mlp, writer.norm(plan.mlp_norm, h))
+    y = b.call("mul", writer.linear(weights.mlp[-1], inner), look.seen)
+    result: Register = b.call("add", h, b.call("mul", y, second))
+    return result

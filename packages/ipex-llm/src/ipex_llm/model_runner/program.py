@@ -41,11 +41,16 @@ from ipex_llm.arch import (
 )
 from ipex_llm.model_runner.attention import (
     Latent,
+    LookInputs,
+    Picture,
     check_latent,
     latent_of,
+    linears_of,
     pack_latent,
+    pack_picture,
     write_attention,
     write_latent,
+    write_picture,
 )
 from ipex_llm.model_runner.dense import (
     DIFFERENT,
@@ -108,6 +113,7 @@ class LayerWeights:
     token_block: tuple[Linear, Linear] | None = None
     low: tuple[Linear, Linear] | None = None
     streams: tuple[Linear, Linear, Linear] | None = None
+    picture: Picture | None = None
 
 
 class Emitter:
@@ -181,6 +187,8 @@ class Emitter:
             packed.low = store.linear(layer.low.first), store.linear(layer.low.second)
         if layer.streams is not None:
             packed.streams = pack_streams(store, layer.streams)
+        if layer.picture is not None:
+            packed.picture = pack_picture(store, layer.picture, self._mlp(layer.picture.mlp))
         return_free_memory()
         return packed
 
@@ -212,6 +220,7 @@ class Emitter:
         states: bool = False,
         cache_scales: Sequence[tuple[float, float]] | None = None,
         lora: LoraSites | None = None,
+        look: bool = False,
     ) -> Program:
         """Write a program.
 
@@ -221,7 +230,7 @@ class Emitter:
         with ``logits``; cosines and sines of each rotation; the factors on queries [T, 1, 1] of each temperature; the
         tensors of the cache layer by layer; the integers
         ``block_size``, ``max_context`` and (prefill) ``max_query``; and with ``lora`` the number of the adapter of each
-        row, ``adapters`` [T], -1 for none.
+        row, ``adapters`` [T], -1 for none; with ``look`` what `LookInputs` names.
 
         Args:
             mode: See `ipex_llm.model_runner.program`.
@@ -231,8 +240,9 @@ class Emitter:
             cache_scales: Scales of keys and values of each layer of a cache of 8-bit numbers. Without them an int8
                 cache has tensors with a scale for each row.
             lora: What adapters add to linear layers, None for a program without them.
+            look: Write the layers that read a picture, too.
         """
-        return Writer(self, mode, logits, cache_dtype, states, cache_scales, lora).write()
+        return Writer(self, mode, logits, cache_dtype, states, cache_scales, lora, look).write()
 
     def linears(self) -> Iterator[PackedLinear]:
         """Yield the packed weights of the layers, but for routers and experts."""
@@ -308,8 +318,9 @@ def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
 def _check(layer: LayerPlan) -> None:
     """Raise if no op computes a part of a layer."""
     mlp = layer.mlp
-    if layer.side is not None:
-        check_mlp(layer.side.mlp)
+    for one in (layer.side, layer.picture):
+        if one is not None:
+            check_mlp(one.mlp)
     if layer.token_block is not None:
         check_activation(layer.token_block.activation)
     if isinstance(mlp, ExpertsPlan):
@@ -385,6 +396,9 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             others = *projections(layer.side.attention), layer.side.output
             for linear in (*others, block.up, block.down, *(block.low or ())):
                 yield (linear,), False
+        if layer.picture is not None:
+            yield from (((one,), False) for one in linears_of(layer.picture))
+            yield from _groups_of(layer.picture.mlp)
         if latent is not None:
             yield (LinearPlan((latent.up,)),), False
             if latent.query is not None:
@@ -394,16 +408,19 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             yield (LinearPlan((mlp.shared_gate,)),), False
         if isinstance(mlp, ExpertsPlan):
             yield from (((one,), False) for one in (mlp.entry, mlp.exit) if one is not None)
-        if dense is None:
-            continue
-        yield (dense.down,), False
-        gated = dense.activation in GATES
-        if dense.gate is not None and together(dense):
-            yield (dense.gate, dense.up), True
-        else:
-            yield (dense.up,), dense.fused and gated
-            if dense.gate is not None:
-                yield (dense.gate,), False
+        if dense is not None:
+            yield from _groups_of(dense)
+
+
+def _groups_of(dense: MlpPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
+    yield (dense.down,), False
+    gated = dense.activation in GATES
+    if dense.gate is not None and together(dense):
+        yield (dense.gate, dense.up), True
+    else:
+        yield (dense.up,), dense.fused and gated
+        if dense.gate is not None:
+            yield (dense.gate,), False
 
 
 def check_forms(
@@ -437,6 +454,7 @@ class Writer:
         states: bool = False,
         cache_scales: Sequence[tuple[float, float]] | None = None,
         lora: LoraSites | None = None,
+        look: bool = False,
     ) -> None:
         self.e = emitter
         self.lora = lora
@@ -488,6 +506,7 @@ class Writer:
             self.max_query = b.input_int("max_query")
         if lora is not None:
             self.adapters = b.input("adapters")
+        self.look = LookInputs(b, len(self.plan.pictures)) if look else None
 
     def scales_of(self, index: int) -> dict[str, Any]:
         """Return the arguments of ops on the cache of a layer that say what its numbers stand for."""
@@ -507,9 +526,15 @@ class Writer:
         self.parts = self._token_rows(h)
         pending: Register | None = None  # what the last block adds to the stream
         streams = [] if plan.streams is None else open_streams(self, h, e.first)
+        pictures = 0
         for index, layer in enumerate(plan.layers):
             if plan.streams is None:
-                h, pending = self.layer(index, layer, e.layers[index], h, pending)
+                w = e.layers[index]
+                h, pending = self.layer(index, layer, w, h, pending)
+                if self.look is not None and layer.picture is not None and w.picture is not None:
+                    h, pending = h if pending is None else b.call("add", h, pending), None
+                    h = write_picture(self, pictures, layer.picture, w.picture, h)
+                    pictures += 1
             else:
                 streams = write_streams(self, index, layer, e.layers[index], streams)
         if plan.streams is not None:

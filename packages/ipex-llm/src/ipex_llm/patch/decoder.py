@@ -21,8 +21,10 @@ from torch import nn
 
 from ipex_core.module_swap.base import original_class
 from ipex_llm.arch.detect import Facts
+from ipex_llm.arch.detect.trace import PICTURE
 from ipex_llm.kv_cache.transformers import CacheState, adopt, give_up, state_of_cache
 from ipex_llm.model_runner import Runner
+from ipex_llm.model_runner.attention import Look
 from ipex_llm.records import KEY, without
 from ipex_quant.kv_cache import KVCacheScales
 
@@ -96,6 +98,8 @@ _KNOWN = frozenset(
         "output_hidden_states",
     }
 )
+#: Arguments that are understood where layers read pictures.
+_PICTURES = frozenset({PICTURE, "cross_attention_mask", "full_text_row_masked_out_mask"})
 #: Arguments of older versions that ask for something only if they are True.
 _FLAGS = ("output_attentions", "output_router_logits")
 
@@ -194,9 +198,10 @@ class DecoderMixin(nn.Module):
         state = state_of_cache(cache)
         own = self.__dict__[KEY].runner
         indexed = own is not None and own.plan.indexed
-        if state is not None and (state.cache.has_states or indexed):
+        pictures = own is not None and bool(own.plan.pictures)
+        if state is not None and (state.cache.has_states or indexed or pictures):
             # The states of recurrent layers are in a form of their own, which the stock forward does not know. The
-            # keys of indexers were not kept.
+            # keys of indexers were not kept. Layers that read pictures count in other caches.
             lost = indexed and state.length > 0
             stock = original_class(self)
             if lost or not give_up(cache, getattr(self, "config", None), stock):
@@ -249,10 +254,11 @@ class DecoderMixin(nn.Module):
             hidden = runner.embed(first, positions)
         else:
             hidden = runner.place(first.to(runner.dtype), positions)
+        look = self._look(runner, state, kwargs, batch, count, new)
         step = state.append(batch, count, new)
         states: list[Tensor] | None = [] if self._wants_states(kwargs) else None
         if hidden.shape[0]:
-            rows = runner.run(state.cache, hidden, positions, step, states=states)
+            rows = runner.run(state.cache, hidden, positions, step, states=states, look=look)
         else:
             rows = hidden[:, : runner.plan.hidden_size]
 
@@ -272,6 +278,40 @@ class DecoderMixin(nn.Module):
         if cache is not None:
             result["cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"] = cache
         return result
+
+    def _look(
+        self,
+        runner: Runner,
+        state: CacheState,
+        kwargs: dict[str, Any],
+        batch: int,
+        count: int,
+        new: Tensor | None,
+    ) -> Look | None:
+        """Return what the tokens of a call see of pictures, None without any."""
+        given, mask = kwargs.get(PICTURE), kwargs.get("cross_attention_mask")
+        seen = kwargs.get("full_text_row_masked_out_mask")
+        if given is None and not state.pictures:
+            return None
+        if self._wants_states(kwargs):
+            raise Reason("output_hidden_states of a text with a picture")
+        if mask is None and count > 1:
+            raise Reason(f"{PICTURE} without cross_attention_mask")
+        if given is not None and given.numel() % batch:
+            raise Reason(f"{PICTURE} of shape {list(given.shape)}")
+        if given is not None:
+            state.see(runner.pictures(given.reshape(batch, -1, given.shape[-1])))
+        rows = state.pictures
+        if mask is None:
+            mask = rows[0].new_zeros(1, 1, 1, rows[0].shape[2])
+        every = torch.arange(batch * count)
+        back = every if new is None else every[new.flatten()]
+        places = every if new is None else (new.flatten().cumsum(0) - 1).clamp_min(0)
+        if seen is None:
+            seen = rows[0].new_ones(1, 1)
+        else:
+            seen = seen[:, 0].expand(batch, count, 1).reshape(-1, 1)[back].to(runner.dtype)
+        return Look(rows, mask.to(runner.dtype), seen, count, places, back)
 
     def _wants_states(self, kwargs: dict[str, Any]) -> bool:
         return _option(self, kwargs, "output_hidden_states", False)
@@ -299,6 +339,8 @@ class DecoderMixin(nn.Module):
                 )
         for name, value in kwargs.items():
             if name in _KNOWN or name in _IGNORED or value is None or value is False:
+                continue
+            if name in _PICTURES and runner.plan.pictures:
                 continue
             raise Reason(f"argument {name}")
         config = getattr(self, "config", None)

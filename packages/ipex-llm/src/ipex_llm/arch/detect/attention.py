@@ -16,7 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ipex_llm.arch import AttentionPlan, LatentPlan, LinearPlan, NormPlan, RopePlan
+from ipex_llm.arch import (
+    AttentionPlan,
+    LatentPlan,
+    LinearPlan,
+    MlpPlan,
+    NormPlan,
+    PicturePlan,
+    RopePlan,
+)
+from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
 from ipex_llm.arch.detect.parts import linear_plan, match_norm, match_ropes, with_factor
 from ipex_llm.arch.detect.trace import (
     LENGTH,
@@ -27,8 +36,9 @@ from ipex_llm.arch.detect.trace import (
     linears,
     same,
     settle,
+    tolerance,
 )
-from ipex_llm.arch.reference import attend, rotate, with_shared_rows
+from ipex_llm.arch.reference import attend, look, rotate, run_picture, with_shared_rows
 
 Tensor = torch.Tensor
 Opening = Literal["sigmoid", "softplus"]
@@ -714,3 +724,82 @@ def _in_halves(plan: AttentionPlan, rotary: int) -> AttentionPlan:
     order = torch.cat([first, start + torch.arange(latent.rank), start + latent.rank + tail])
     order = torch.cat([order, end + torch.arange(plan.gates)])
     return dataclasses.replace(plan, qkv=dataclasses.replace(plan.qkv, order=order), latent=latent)
+
+
+# --- layers that read a picture: attention to its rows and a dense block, each behind a gate (Llama 3.2 Vision) ------
+
+
+def reads_picture(trace: Trace, layer: nn.Module) -> bool:
+    """Return whether a layer attends to the rows of a picture."""
+    block = getattr(layer, "cross_attn", None)
+    return isinstance(block, nn.Module) and trace.ran(layer)
+
+
+def match_picture(trace: Trace, config: Config, layer: nn.Module) -> PicturePlan:
+    """Return the plan of a layer that reads a picture.
+
+    Raises:
+        MatchError: A part is not understood.
+    """
+    block: nn.Module = layer.cross_attn  # type: ignore[assignment]
+    found = dict(linears(block, trace))
+    parts = [
+        [m for name, m in found.items() if re.search(pattern, name)] for pattern in _PARTS.values()
+    ]
+    others = [m for m in found.values() if not any(m in part for part in parts)]
+    gates = [n for n, p in layer.named_parameters(recurse=False) if p.numel() == 1]
+    if [*map(len, parts), len(others), len(gates)] != [1, 1, 1, 1, 2]:
+        names = ", ".join((*found, *gates))
+        raise trace.error(layer, f"has not the parts of a layer that reads a picture ({names})")
+    (query,), (key,), (value,) = parts
+    mlp, mlp_in, _ = match_feed_forward(trace, config, layer)
+    norms = norms_of(trace, layer)
+    first, second = (
+        next((n for n in norms if same(trace.outputs[n], x)), None)
+        for x in (trace.input(query), mlp_in)
+    )
+    if first is None or second is None or len(norms) != 2 or not isinstance(mlp, MlpPlan):
+        raise trace.error(layer, "has not a norm before each of two dense blocks")
+    width, rows = trace.output(query).shape[-1], trace.input(key)
+    size = _head_dim(config, block, width)
+    query_norm, key_norm, _, _ = _norms(trace, block, size)
+    base = PicturePlan(
+        module=layer,
+        norm=match_norm(trace, first),
+        query=linear_plan(query),
+        key_value=linear_plan(key, value),
+        output=linear_plan(others[0]),
+        heads=width // size,
+        kv_heads=trace.output(key).shape[-1] // size,
+        head_dim=size,
+        scale=size**-0.5,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        mlp_norm=match_norm(trace, second),
+        mlp=mlp,
+        gates=(gates[0], gates[1]),
+    )
+    both = torch.cat([trace.output(key), trace.output(value)], dim=-1)
+    expected = trace.input(others[0])
+
+    def candidates() -> Iterator[tuple[PicturePlan, bool]]:
+        for scale in scales_of(config, block, size, 0):
+            yield from (
+                (dataclasses.replace(base, scale=scale), causal) for causal in (True, False)
+            )
+
+    def error(one: tuple[PicturePlan, bool]) -> float:
+        return distance(look(one[0], trace.output(query), both, one[1]), expected)
+
+    found_and_off = settle(candidates(), error, expected)
+    settled, off = found_and_off
+    if settled is None:
+        name = type(block).__name__
+        raise trace.error(block, f"{name} computes something else (off by {off:.1e})")
+    plan, causal = settled
+    h, wanted = trace.input(layer).float(), trace.output(layer)
+    for order in (plan.gates, plan.gates[::-1]):
+        own = dataclasses.replace(plan, gates=order)
+        if distance(run_picture(own, h, rows.float(), causal), wanted) <= tolerance(wanted):
+            return own
+    raise trace.error(layer, "adds its blocks in a way that is not understood")

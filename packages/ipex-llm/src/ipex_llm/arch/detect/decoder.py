@@ -21,6 +21,7 @@ from ipex_llm.arch import (
     MixerPlan,
     MlpPlan,
     NormPlan,
+    PicturePlan,
     SidePlan,
     TokenBlockPlan,
     linear_modules,
@@ -32,6 +33,8 @@ from ipex_llm.arch.detect.attention import (
     keys_of_indexer,
     match_attention,
     match_latent,
+    match_picture,
+    reads_picture,
 )
 from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
@@ -542,7 +545,9 @@ def _config(trace: Trace, decoder: nn.Module, layers: nn.ModuleList) -> Config:
     raise trace.error(decoder, "has no config")
 
 
-def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]:
+def match_layers(
+    trace: Trace,
+) -> Iterator[tuple[nn.Module, Layer | PicturePlan | MatchError]]:
     """Yield each layer with its plan, or with the reason why it has none."""
     decoder, layers, _ = _find(trace)
     config = _config(trace, decoder, layers)
@@ -551,6 +556,9 @@ def match_layers(trace: Trace) -> Iterator[tuple[nn.Module, Layer | MatchError]]
     for index, layer in enumerate(layers):
         try:
             with trace.reading(layer):
+                if reads_picture(trace, layer):
+                    yield layer, match_picture(trace, config, layer)
+                    continue
                 found = match_layer(trace, config, decoder, layer, index, hint, earlier)
         except MatchError as error:
             yield layer, error
@@ -588,6 +596,8 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
         plan: LayerPlan | MatchError
         if isinstance(found, MatchError):
             plan = found
+        elif isinstance(found, PicturePlan):
+            plan = trace.error(module, "reads a picture")
         elif found.last_norm is not None:
             plan = trace.error(module, "ends in a norm")
         elif _indexed(module):
@@ -866,11 +876,16 @@ def match_decoder(trace: Trace) -> DecoderPlan:
     """
     decoder, modules, table = _find(trace)
     config = _config(trace, decoder, modules)
-    found = []
-    for _, layer in match_layers(trace):
+    found: list[Layer] = []
+    for module, layer in match_layers(trace):
         if isinstance(layer, MatchError):
             raise layer
-        found.append(layer)
+        if not isinstance(layer, PicturePlan):
+            found.append(layer)
+        elif found and found[-1].plan.picture is None and found[-1].last_norm is None:
+            found[-1].plan = dataclasses.replace(found[-1].plan, picture=layer)
+        else:
+            raise trace.error(module, "reads a picture, and no layer before it reads the text")
     for before, after in zip(modules, list(modules)[1:], strict=False):
         if not same(trace.outputs[before], trace.inputs[after]):
             raise trace.error(after, "does not read what the layer before gave")
@@ -900,6 +915,7 @@ def _whole(
     norm, projection, x = _last(trace, decoder, modules, table, carried, x)
     head, block, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
+    logits = 0 if head is None else trace.output(head.modules[0]).shape[-1]
     indexed = _indexed(decoder)
     limit = indexed or _chunk(config)
     return DecoderPlan(
@@ -909,7 +925,7 @@ def _whole(
         final_norm=norm,
         head=head,
         hidden_size=h.shape[-1],
-        vocab_size=weight.shape[0],
+        vocab_size=weight.shape[0] if head is None else min(weight.shape[0], logits),
         max_positions=_positions(config, limit),
         attention_chunk=limit,
         indexed=indexed > 0,

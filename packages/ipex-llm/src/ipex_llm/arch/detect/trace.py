@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ Plan = TypeVar("Plan")
 
 #: Tokens of the observed forward. Seven: unlikely to be the number of heads too.
 LENGTH = 7
+#: The argument of a forward that gives rows of a picture to layers that read one, ``[B, S, hidden]``.
+PICTURE = "cross_attention_states"
 
 
 class MatchError(ValueError):
@@ -101,7 +104,21 @@ class Trace:
             raise MatchError("", "is an encoder and a decoder, not a decoder alone")
 
     def _call(self) -> Any:
-        return self.model(input_ids=self.ids.unsqueeze(0), use_cache=False)
+        return self.model(input_ids=self.ids.unsqueeze(0), use_cache=False, **self._picture())
+
+    def _picture(self) -> dict[str, Tensor]:
+        """Return rows of a picture for a model that takes them: some of its layers do not run without."""
+        if PICTURE not in inspect.signature(type(self.model).forward).parameters:
+            return {}
+        config = Config(getattr(self.model, "config", None))
+        rows = torch.randn(
+            1,
+            LENGTH + 4,
+            int(config.get("hidden_size")),
+            generator=torch.Generator().manual_seed(0),
+        )
+        like = next(self.model.parameters())
+        return {PICTURE: rows.to(like)}
 
     def _run(self) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ipex_core.module_swap.base import original_class
 from ipex_llm.arch.detect import parameter_names
-from ipex_llm.arch.detect.trace import special_tokens
+from ipex_llm.arch.detect.trace import PICTURE, special_tokens
 from ipex_llm.patch.decoder import RESTARTS
 
 Tensor = torch.Tensor
@@ -168,7 +168,62 @@ def _chosen(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
     return [ids.float()]
 
 
-def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> Iterator[Probe]:
+def _seeing(
+    model: Any, ids: Tensor, cuts: list[int], mask: Tensor, rows: Tensor, **more: Any
+) -> list[Tensor]:
+    """Return what parts of texts give that share a cache, the first of which brings pictures.
+
+    Args:
+        model: The decoder.
+        ids: The texts ``[B, T]``.
+        cuts: Where parts end.
+        mask: int ``[B, T, S]``, which rows of the pictures are seen.
+        rows: Of the pictures, ``[B, S, hidden]``.
+        **more: Arguments ``[B, T]`` of each part.
+    """
+    found, cache, start = [], None, 0
+    hidden = torch.zeros(mask.shape).masked_fill(mask == 0, torch.finfo(torch.float32).min)
+    seen = mask.any(-1, keepdim=True).float()
+    hidden = hidden * seen
+    for end in cuts:
+        given = {name: value[:, start:end] for name, value in more.items()}
+        if "attention_mask" in more:
+            given["attention_mask"] = more["attention_mask"][:, :end]
+        if cache is None:
+            given[PICTURE] = rows
+        result, cache = _cached(
+            *(model, cache),
+            input_ids=ids[:, start:end],
+            cross_attention_mask=hidden[:, None, start:end],
+            full_text_row_masked_out_mask=seen[:, None, start:end],
+            **given,
+        )
+        valid = given.get("attention_mask")
+        out = outcome(result)
+        found.append(out if valid is None else out[valid[:, start:end].bool()])
+        start = end
+    return found
+
+
+def _picture_probes(config: Any, length: int) -> Iterator[Probe]:
+    """Yield the probes of a decoder whose layers read pictures."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 9, int(config.hidden_size), generator=generator)
+    ids, mask = _ids(config, 2, length, 0), torch.ones(2, length, 9, dtype=torch.int64)
+    mask[0, :2] = 0  # tokens before the picture
+    mask[:, :-3, 5:] = 0
+    cuts = [length - 3, *range(length - 2, length + 1)]
+    yield Probe("a picture", partial(_seeing, ids=ids, cuts=[length], mask=mask, rows=rows))
+    one = partial(_seeing, ids=ids, cuts=cuts, mask=mask, rows=rows)
+    yield Probe("a picture, token by token", one)
+    valid = _padded(ids, True)[1]
+    more = {"attention_mask": valid, "position_ids": _places(valid)}
+    yield Probe("a picture and padding, token by token", partial(one, **more), "padding")
+
+
+def probes(
+    config: Any, reach: int, positions: int, seeds: int, loop: bool, pictures: bool = False
+) -> Iterator[Probe]:
     """Yield the probes of a small model.
 
     Args:
@@ -177,6 +232,7 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
         positions: The most positions that it has.
         seeds: How many texts to read: enough of them for each expert to be taken.
         loop: Whether ``generate`` runs a loop of ours.
+        pictures: Whether layers read pictures.
     """
     length = max(2, min(reach, positions))
     ids = _ids(config, 2, length, 0)
@@ -198,6 +254,8 @@ def probes(config: Any, reach: int, positions: int, seeds: int, loop: bool) -> I
         )
     if length < 8:
         return
+    if pictures:
+        yield from _picture_probes(config, length)
     ones = torch.ones_like(ids)
     yield Probe("a mask that hides nothing", lambda m: _masked(m, ids, ones))
     for left in (True, False):

@@ -174,6 +174,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.token_block is None,
         plan.low is None,
         plan.streams is None,
+        plan.picture is None,
     ]
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
@@ -340,6 +341,7 @@ def _run(
     texts: int,
     loop: bool,
     states: bool = False,
+    pictures: bool = False,
 ) -> frozenset[str]:
     """Run all probes.
 
@@ -349,6 +351,7 @@ def _run(
         texts: How many texts to read.
         loop: Whether ``generate`` runs a loop of ours.
         states: Whether layers keep a state.
+        pictures: Whether layers read pictures.
 
     Returns:
         The calls that must run the stock forward.
@@ -358,7 +361,7 @@ def _run(
     """
     calls: frozenset[str] = frozenset()
     fast = attach(calls)
-    every = list(probes(case.config, case.reach, case.positions(), texts, loop))
+    every = list(probes(case.config, case.reach, case.positions(), texts, loop, pictures))
     for probe in every:
         why = case.check(fast, probe)
         if why and states and probe.whole is not None:
@@ -395,10 +398,10 @@ def _stack(case: _Case) -> Verdict:
     plan: DecoderPlan = match(case.stock)
     loop = hasattr(case.stock, "generate") and plan.head is not None
     texts = _texts(case, plan.layers)
-    calls = _run(case, make, texts, loop, plan.has_states)
+    calls = _run(case, make, texts, loop, plan.has_states, bool(plan.pictures))
     if case.half and (why := case.check_half(make(calls, torch.bfloat16))):
         raise _Failed(why)
-    keys = frozenset(_key(case, index, layer) for index, layer in enumerate(plan.layers))
+    keys = frozenset(_key(case, at, one) for at, one in zip(plan.places, plan.layers, strict=True))
     return Verdict(keys, calls)
 
 
@@ -492,7 +495,7 @@ def prove_stack(
     verdict, kinds = _verdict(model, plan.decoder, dtype, limited, True)
     if not verdict.keys:
         return None, f"not proven: {verdict.reason}"
-    for index, layer in enumerate(plan.layers):
+    for index, layer in zip(plan.places, plan.layers, strict=True):
         if layer_key(kinds, index, layer) not in verdict.keys:
             return None, f"not proven: layer {index} is of a kind that its small copy does not have"
     return dataclasses.replace(plan, stock_calls=verdict.calls), None
