@@ -42,6 +42,11 @@ TOLERANCE = 1e-4
 MEMORY = 8 << 30
 #: Numbers for the configurations whose defaults make no model.
 VALUES: dict[str, dict[str, Any]] = {
+    "dbrx": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    | {
+        "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
     | {"n_group": 2, "topk_group": 1},

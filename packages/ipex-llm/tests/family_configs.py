@@ -313,6 +313,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BASE, "use_parallel_residual": True, "qk_layernorm": True},
     ),
     "mpt": ("Mpt", _mpt()),
+    # Norms around attention in a module of their own, clipped projections, experts in three matrices.
+    "dbrx": (
+        "Dbrx",
+        {
+            **{"vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 2},
+            **{"max_seq_len": POSITIONS, "pad_token_id": 0, "bos_token_id": 1},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
     "mpt_clip": ("Mpt", _mpt(clip_qkv=0.8, softmax_scale=0.3)),
     "glm": ("Glm", {**BASE, "head_dim": 16}),
     "glm4": ("Glm4", {**BASE, "head_dim": 16}),

@@ -41,6 +41,7 @@ NAMES = [
         "modernbert_decoder",
         "gpt_neox_japanese",
         "mllama_text",
+        "dbrx",
         "deepseek_v32",
         "glm_moe_dsa",
         "axk1",

@@ -370,6 +370,14 @@ def test_small_configurations() -> None:
     assert (small.hidden_size, small.num_hidden_layers) == (64, 2)
     window = transformers.MistralConfig(sliding_window=4096)
     assert _small.small_config(window).sliding_window == 8
+    parts = _small.small_config(
+        transformers.DbrxConfig(
+            **{"d_model": 6144, "n_heads": 48, "n_layers": 40, "attn_config": {"kv_n_heads": 8}},
+            ffn_config={"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+        )
+    )
+    assert (parts.d_model, parts.n_heads, parts.attn_config.kv_n_heads) == (64, 4, 2)
+    assert (parts.ffn_config.hidden_size, parts.ffn_config.moe_top_k) == (64, 2)
     assert _small.reach(_small.small_config(window)) > 2 * 8
     if not OLD:
         kinds = transformers.Gemma3TextConfig()

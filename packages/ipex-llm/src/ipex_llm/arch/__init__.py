@@ -401,6 +401,8 @@ class ExpertsPlan:
     entry: LinearPlan | None = None
     exit: LinearPlan | None = None
     expert_scales: Tensor | None = None  # [E]: factors on the weights of the experts that are taken
+    #: What gates multiply, if `gate_up` has the gates alone; all three weights are ``[E * I, hidden]`` then (DBRX).
+    up: Tensor | None = None
     norms: ExpertNormsPlan | None = (
         None  # the experts read the stream; `shared` reads what others give to all
     )

@@ -506,6 +506,10 @@ def _product(x: Tensor, part: Tensor | tuple[nn.Module, ...], expert: int, flip:
 
 
 def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
+    if plan.up is not None:
+        parts: Any = (plan.gate_up, plan.up, plan.down)
+        gate, up, down = (t.float().view(plan.experts, -1, x.shape[-1])[expert] for t in parts)
+        return combine_gate(plan.activation, x @ gate.t(), x @ up.t()) @ down
     if isinstance(plan.gate_up, Tensor):
         both = _product(x, plan.gate_up, expert, plan.transposed)
         if not plan.gated:

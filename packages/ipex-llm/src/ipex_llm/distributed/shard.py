@@ -197,6 +197,10 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
             "optimize: model must have layers that read the stream alone to be divided, got one that reads the tokens,"
             " or the keys and values of another layer"
         )
+    if isinstance(layer.mlp, ExpertsPlan) and layer.mlp.up is not None:
+        raise OpArgumentError(
+            "optimize: model must have stacked or separate experts to be divided, got ones that lie behind each other"
+        )
     if layer.picture is not None:
         raise OpArgumentError(
             "optimize: model must have layers that read text alone to be divided, got one that reads a picture"

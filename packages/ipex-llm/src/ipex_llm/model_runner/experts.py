@@ -58,6 +58,8 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
             raise UnsupportedPlan(_MIXED)
         return _join_quantized(store, plan.experts, gate_up, down)
     stacks = woq_experts.packed(plan.module)
+    if plan.up is not None:
+        return _pack_flat(store, plan, plan.up)
     if stacks is not None:
         store._own += [(plan.module, name, packed) for name, packed in stacks.packed.items()]
         w13, w2 = stacks.packed.values()
@@ -112,6 +114,42 @@ def _stacked_biases(store: WeightStore, plan: ExpertsPlan) -> tuple[Tensor | Non
             bias = torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1)
         bias = bias.contiguous()
     return bias, None if down is None else down.detach()
+
+
+def _pack_flat(store: WeightStore, plan: ExpertsPlan, up: Tensor) -> Experts:
+    """Pack experts that lie behind each other in three matrices ``[E * I, hidden]``."""
+    parts: Any = (plan.gate_up, up, plan.down)
+    owners = _owners(plan)
+    gates, ups, downs = (
+        part.detach().to(store.dtype).unflatten(0, (plan.experts, -1)) for part in parts
+    )
+    made = []
+    rows = torch.cat([gates, ups], dim=1), downs.transpose(1, 2).contiguous()
+    for one, names, gated in zip(rows, (parts[:2], parts[2:]), (True, False), strict=True):
+        packed = torch.ops.ipex.pack_moe_weight(one, gated)
+        shape = (one.shape[1], one.shape[2])
+        for index, part in enumerate(names):
+            recover = _FlatPart(packed, shape, store.dtype, gated, index)
+            store._replace(*owners[id(part)], packed, recover)
+        made.append(packed)
+    return Experts(made[0], made[1], None, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FlatPart:
+    """Gives one of three matrices with the weights of all experts back."""
+
+    packed: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    gated: bool
+    index: int
+
+    def __call__(self) -> Tensor:
+        unpack = torch.ops.ipex.unpack_moe_weight
+        rows: Tensor = unpack(self.packed, *self.shape, self.dtype, self.gated)
+        rows = rows.chunk(2, dim=1)[self.index] if self.gated else rows.transpose(1, 2)
+        return rows.flatten(0, 1).contiguous()
 
 
 def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:

@@ -270,6 +270,8 @@ def reason_against(plan: ExpertsPlan) -> str | None:
     """Return why stacked experts cannot be quantized, or None."""
     if isinstance(plan.gate_up, tuple):
         return "they are separate modules"
+    if plan.up is not None:
+        return "they lie behind each other in three matrices"
     if None in _names(plan, plan.gate_up, plan.down):
         return "their weights are no parameters of their module"
     return None

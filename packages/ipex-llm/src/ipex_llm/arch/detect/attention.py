@@ -43,7 +43,7 @@ from ipex_llm.arch.reference import attend, look, rotate, run_picture, with_shar
 Tensor = torch.Tensor
 Opening = Literal["sigmoid", "softplus"]
 
-ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn")
+ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn", "norm_attn_norm")
 _GATE = re.compile(r"^g(ate)?_proj$")  # beside the three (AFMoE, LFM3)
 _PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
 

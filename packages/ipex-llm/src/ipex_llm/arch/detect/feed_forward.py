@@ -40,7 +40,10 @@ MLP_NAMES = (
 
 def norms_of(trace: Trace, layer: nn.Module) -> list[nn.Module]:
     """Return the norms among the parts of a layer that ran, and those at the ends of its blocks (A.X K1)."""
-    parts = [m for m in layer.children() if trace.ran(m)]
+    inner = [
+        m for m in layer.children() if hasattr(m, "attn")
+    ]  # with norms around attention (DBRX)
+    parts = [m for one in (layer, *inner) for m in one.children() if trace.ran(m)]
     ends = (norm_behind(trace, m) for m in parts if not is_norm(m))
     return [*filter(is_norm, parts), *(m for m in ends if m is not None)]
 

@@ -436,6 +436,22 @@ class _Weights:
     down_bias: Tensor | None = None
     both: tuple[tuple[bool, bool], ...] = ((False, False),)  # (transposed, interleaved)
     sizes: tuple[int, ...] = ()  # of the inner dimension, for each of `both`
+    up: Tensor | None = None
+
+
+def _flat(trace: Trace, block: nn.Module, hidden: int) -> _Weights | None:
+    """Return the weights of experts that lie behind each other in three matrices (DBRX), or None."""
+    owner = getattr(getattr(block, "experts", block), "mlp", None)
+    parts = [getattr(owner, name, None) for name in ("w1", "v1", "w2")]
+    if not all(isinstance(part, nn.Parameter) and part.ndim == 2 for part in parts):
+        return None
+    gate, up, down = parts
+    assert isinstance(owner, nn.Module) and isinstance(gate, Tensor) and isinstance(up, Tensor)
+    router = next((m for _, m in linears(block, trace)), None)
+    experts = 0 if router is None else trace.output(router).shape[-1]
+    if not experts or gate.shape[0] % experts or gate.shape[1] != hidden:
+        return None
+    return _Weights(owner, gate, down, experts, sizes=(gate.shape[0] // experts,), up=up)
 
 
 def _stacked(block: nn.Module, hidden: int) -> _Weights | None:
@@ -515,10 +531,10 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     x, expected, hidden = trace.input(block), given_by(trace, block), trace.input(block).shape[-1]
     entry, last = _around(trace, block, x)
     width = hidden if entry is None else trace.output(entry.modules[0]).shape[-1]
-    weights = _stacked(block, width) or _listed(trace, block)
+    weights = _stacked(block, width) or _flat(trace, block, width) or _listed(trace, block)
     for part in (weights.gate_up, weights.down):
         if (
-            isinstance(part, Tensor) and part.shape[0] != weights.experts
+            isinstance(part, Tensor) and part.ndim == 3 and part.shape[0] != weights.experts
         ):  # LongCat-Flash's zero experts
             raise trace.error(
                 block,
@@ -563,6 +579,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         module=weights.module,
         gate_up=weights.gate_up,
         down=weights.down,
+        up=weights.up,
         transposed=False,
         interleaved=False,
         gate_up_bias=weights.gate_up_bias,

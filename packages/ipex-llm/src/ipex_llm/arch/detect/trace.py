@@ -263,8 +263,8 @@ def settle(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is called a norm; which one is found by numbers."""
-    return "norm" in type(module).__name__.lower()
+    """Return whether a module is called a norm, and has no linear layers; which one is found by numbers."""
+    return "norm" in type(module).__name__.lower() and not any(map(is_linear, module.modules()))
 
 
 def is_linear(module: nn.Module) -> bool:

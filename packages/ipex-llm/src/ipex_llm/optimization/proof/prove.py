@@ -179,7 +179,13 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
         parts += [mlp.correction_bias is None, mlp.shared is None, mlp.shared_gate is None]
-        parts += [mlp.gated, mlp.entry is None, mlp.norms is None, mlp.expert_scales is None]
+        parts += [
+            mlp.gated,
+            mlp.entry is None,
+            mlp.norms is None,
+            mlp.expert_scales is None,
+            mlp.up is None,
+        ]
     elif mlp is not None:
         parts += [mlp.gate is None, mlp.fused, mlp.cutoff is None, mlp.learned is None]
         parts.append(mlp.inner_norm is None)

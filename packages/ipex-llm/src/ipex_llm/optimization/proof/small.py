@@ -21,7 +21,7 @@ HEAD, VOCAB, EXPERTS, POSITIONS, LAYERS = 16, 128, 8, 160, 8
 _LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "n_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
-_KV = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_KV = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "kv_n_heads")
 _IS_HEADS = re.compile(r"(^|_)n?_?heads?(_kv)?$|_heads_")
 _IS_DIM = re.compile(
     r"dim(s|ension)?$|_dim_|rank|hidden|embd|embed|d_model|d_ff|d_kv|inner|ffn|width|channels|_size$|intermediate|ndims"
@@ -226,8 +226,8 @@ def _is_sizes(name: str, value: Any) -> bool:
     )
 
 
-def _shrink(config: Any, unknown: bool) -> None:
-    sizes = _Sizes(config)
+def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
+    sizes = outer or _Sizes(config)
     windows = iter(range(8, 80))  # beyond the seven tokens of a match
     seen: dict[int, int] = {}
     turned = _first(config, ("qk_rope_head_dim", "rotary_dim"))
@@ -347,7 +347,8 @@ def small_config(config: Any, unknown: bool = True) -> Any:
     for value in _values(new).values():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):  # of a part of the model
             _cut_layers(value)
-            _shrink(value, unknown)
+            # One without layers is of a part of a layer, and has sizes of the whole (DBRX).
+            _shrink(value, unknown, None if _first(value, _LAYERS) else _Sizes(new))
     _cut_layers(new)
     _shrink(new, unknown)
     kind = getattr(new, "rope_parameters", None) or getattr(new, "rope_scaling", None) or {}
