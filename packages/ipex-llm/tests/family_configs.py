@@ -456,6 +456,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW,
         },
     ),
+    # Two layers in each module, with experts beside them of which some give what they read; factors on latents.
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            **{k: v for k, v in {**BASE, **_MLA}.items() if k not in _EXPERT_NAMES},
+            **{"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32},
+            **{"zero_expert_num": 2, "moe_topk": 3, "routed_scaling_factor": 2.0},
+            **{"num_hidden_layers": 4, "head_dim": 8, "n_routed_experts": 4},
+        },
+    ),
     # Values narrower than keys, with a factor; sinks in the layers with a window, which have more heads.
     "mimo_v2_flash": (
         "MiMoV2Flash",

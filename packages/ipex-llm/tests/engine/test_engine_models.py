@@ -42,6 +42,7 @@ NAMES = [
         "gpt_neox_japanese",
         "mllama_text",
         "dbrx",
+        "longcat_flash",
         "deepseek_v32",
         "glm_moe_dsa",
         "axk1",

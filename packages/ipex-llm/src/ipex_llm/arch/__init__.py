@@ -148,6 +148,7 @@ class LatentPlan:
     common: int
     query: LinearPlan | None = None  # None: `qkv` gives the queries
     query_norm: NormPlan | None = None  # before `query`
+    factor: float = 1.0  # on what `norm` gives (LongCat-Flash)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -403,6 +404,7 @@ class ExpertsPlan:
     expert_scales: Tensor | None = None  # [E]: factors on the weights of the experts that are taken
     #: What gates multiply, if `gate_up` has the gates alone; all three weights are ``[E * I, hidden]`` then (DBRX).
     up: Tensor | None = None
+    zeros: int = 0  # experts behind the others, which give what they read (LongCat-Flash)
     norms: ExpertNormsPlan | None = (
         None  # the experts read the stream; `shared` reads what others give to all
     )
@@ -566,6 +568,8 @@ class LayerPlan:
     streams: StreamsPlan | None = None
     #: Behind all that: a layer of its own in the model.
     picture: PicturePlan | None = None
+    #: Experts that read what `mlp` reads. What they give is added behind the next layer (LongCat-Flash).
+    shortcut: ExpertsPlan | None = None
 
     @property
     def cached(self) -> AttentionPlan | None:
@@ -616,6 +620,12 @@ class DecoderPlan:
     def has_states(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
         return any(isinstance(p.attention, MixerPlan) or p.beside for p in self.layers)
+
+    @property
+    def mixtures(self) -> list[ExpertsPlan]:
+        """The mixtures of experts of the layers."""
+        every = (one for p in self.layers for one in (p.mlp, p.shortcut))
+        return [one for one in every if isinstance(one, ExpertsPlan)]
 
     @property
     def pictures(self) -> list[PicturePlan]:

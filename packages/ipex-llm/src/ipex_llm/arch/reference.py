@@ -224,7 +224,8 @@ def _from_latent(
     if plan.rope is not None:
         query = torch.cat([query[..., :plain], rotate(plan.rope, query[..., plain:])], dim=-1)
         common = rotate(plan.rope, common)
-    both = run_linear(LinearPlan((latent.up,)), run_norm(latent.norm, low))
+    low = run_norm(latent.norm, low) * latent.factor
+    both = run_linear(LinearPlan((latent.up,)), low)
     both = both.view(length, plan.heads, plain + latent.value_dim)
     common = common.expand(-1, plan.heads, -1)
     return query, torch.cat([both[..., :plain], common], dim=-1), both[..., plain:]
@@ -562,7 +563,9 @@ def run_routed(plan: ExpertsPlan, x: Tensor, routed: Tensor) -> Tensor:
     for expert in ids.unique().tolist():
         rows, places = torch.where(ids == expert)
         scale = weights[rows, places].unsqueeze(-1)
-        if plan.scale_input:
+        if expert >= plan.experts:
+            y.index_add_(0, rows, x[rows] * scale)
+        elif plan.scale_input:
             y.index_add_(0, rows, _expert(plan, x[rows] * scale, expert))
         else:
             y.index_add_(0, rows, _expert(plan, x[rows], expert) * scale)
@@ -658,6 +661,10 @@ def _run_layer(
         return h
     x = run_norm(plan.mlp_norm, h)
     more = _feed_forward(plan, x, h, parallel)
+    if index and kept is not None:  # what the layer before has left
+        more = more + kept.pop(-index, torch.zeros(()))
+    if plan.shortcut is not None and kept is not None:
+        kept[-index - 1] = run_experts(plan.shortcut, x)
     h = (x * plan.residual_factors[1] if plan.residual_after_norm else h) + more
     if plan.token_block is not None:
         h = h + _token_block(plan.token_block, h, part)

@@ -278,7 +278,10 @@ def write_latent(
     gates = b.call("narrow", rows, 1, first + width, a.gates) if a.gated else None
     if latent.norm is not None:
         low = b.call("narrow", row, 1, 0, latent.rank)
-        b.call("copy_", low, writer.norm(latent.norm, low))
+        normed = writer.norm(latent.norm, low)
+        if latent.factor != 1.0:
+            normed = b.call("mul", normed, latent.factor)
+        b.call("copy_", low, normed)
     row = b.call("reshape", row, [0, 1, width])
     heads = b.call("reshape", query, [0, a.heads, a.head_dim])
     turned = b.call("narrow", heads, 2, plain, latent.common)

@@ -63,6 +63,7 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
     if stacks is not None:
         store._own += [(plan.module, name, packed) for name, packed in stacks.packed.items()]
         w13, w2 = stacks.packed.values()
+        w13 = w13[: plan.experts]  # those behind give what they read
         return Experts(w13, w2, *_stacked_biases(store, plan), stacks.lowp)
     return _pack_stacked(store, plan)
 
@@ -161,11 +162,12 @@ def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
     for gated, parameter in ((plan.gated, gate_up), (False, down)):
         assert isinstance(parameter, Tensor)
         form = (plan.transposed, gated and plan.interleaved)
-        rows = woq_experts.as_rows(parameter.detach(), *form)
+        rest = parameter.detach()[plan.experts :].clone()  # of experts that give what they read
+        rows = woq_experts.as_rows(parameter.detach()[: plan.experts], *form)
         packed = torch.ops.ipex.pack_moe_weight(rows.to(store.dtype).contiguous(), gated)
         shape = (rows.shape[1], rows.shape[2])
         del rows
-        part = _StackPart(packed, shape, store.dtype, gated, form)
+        part = _StackPart(packed, shape, store.dtype, gated, form, rest)
         store._replace(*owners[id(parameter)], packed, part)
         made.append(packed)
     return Experts(made[0], made[1], *_stacked_biases(store, plan))
@@ -180,12 +182,14 @@ class _StackPart:
     dtype: torch.dtype
     gated: bool
     form: tuple[bool, bool]
+    rest: Tensor  # weights of further experts, as the parameter has them
 
     def __call__(self) -> Tensor:
         rows: Tensor = torch.ops.ipex.unpack_moe_weight(
             self.packed, *self.shape, self.dtype, self.gated
         )
-        return woq_experts.from_rows(rows, *self.form)
+        whole = woq_experts.from_rows(rows, *self.form)
+        return torch.cat([whole, self.rest.to(self.dtype)]) if len(self.rest) else whole
 
 
 # -------------------------------------------------------------------------------------------------- separate modules

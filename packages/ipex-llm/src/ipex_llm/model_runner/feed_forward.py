@@ -236,7 +236,10 @@ def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Registe
         swiglu_alpha=mlp.swiglu_alpha,
         swiglu_limit=mlp.swiglu_limit,
         lowp_mode=e.lowp,
+        num_experts=mlp.experts + mlp.zeros if mlp.zeros else 0,
     )
+    if mlp.zeros:
+        y = _with_identities(writer, mlp, y, x, weights, ids)
     if w.exit is not None:
         y = writer.linear(w.exit, y)
     if mlp.shared is None:
@@ -253,6 +256,20 @@ def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Registe
     own = b.call("mul", writer.linear(w.mlp[-1], inner), _like(writer, factor))
     result: Register = b.call("add", own, y)
     return result
+
+
+def _with_identities(
+    writer: Any, mlp: ExpertsPlan, y: Register, x: Register, weights: Register, ids: Register
+) -> Register:
+    """Write ``y + x * w``, where ``w`` is the sum of the weights of experts that give what they read."""
+    b = writer.b
+    numbers = b.call("cast", ids, torch.float32)
+    own = pointwise(
+        b, [weights, numbers], [mlp.experts - 0.5], [("gt", 1, 2), ("mul", 0, 3)], torch.float32
+    )
+    mean = b.call("mean", own, [1], True)
+    steps = [("mul", 2, 3), ("mul", 1, 4), ("add", 0, 5)]
+    return pointwise(b, [y, x, mean], [float(mlp.top_k)], steps, writer.e.store.dtype)
 
 
 def _scaled_input(writer: Any, x: Register, weights: Register) -> tuple[Register, Register]:

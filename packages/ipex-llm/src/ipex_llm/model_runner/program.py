@@ -114,6 +114,7 @@ class LayerWeights:
     low: tuple[Linear, Linear] | None = None
     streams: tuple[Linear, Linear, Linear] | None = None
     picture: Picture | None = None
+    shortcut: LayerWeights | None = None
 
 
 class Emitter:
@@ -171,13 +172,7 @@ class Emitter:
             packed.side = LayerWeights(first, last, self._mlp(layer.side.mlp))
             packed.last = store.linear(layer.side.output)
         if isinstance(mlp, ExpertsPlan):
-            packed.router = _router(mlp, store.dtype)
-            packed.experts = pack_experts(store, mlp)
-            packed.entry, packed.exit = self._linear(mlp.entry), self._linear(mlp.exit)
-            if mlp.shared is not None:
-                packed.mlp = self._mlp(mlp.shared)
-            if mlp.shared_gate is not None:
-                packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
+            self._pack_experts(packed, mlp)
         elif mlp is not None:
             packed.mlp = self._mlp(mlp)
         if layer.token_block is not None:
@@ -189,8 +184,21 @@ class Emitter:
             packed.streams = pack_streams(store, layer.streams)
         if layer.picture is not None:
             packed.picture = pack_picture(store, layer.picture, self._mlp(layer.picture.mlp))
+        if layer.shortcut is not None:
+            packed.shortcut = LayerWeights()
+            self._pack_experts(packed.shortcut, layer.shortcut)
         return_free_memory()
         return packed
+
+    def _pack_experts(self, packed: LayerWeights, mlp: ExpertsPlan) -> None:
+        store = self.store
+        packed.router = _router(mlp, store.dtype)
+        packed.experts = pack_experts(store, mlp)
+        packed.entry, packed.exit = self._linear(mlp.entry), self._linear(mlp.exit)
+        if mlp.shared is not None:
+            packed.mlp = self._mlp(mlp.shared)
+        if mlp.shared_gate is not None:
+            packed.shared_gate = store.linear(LinearPlan((mlp.shared_gate,)))
 
     def _mlp(self, mlp: MlpPlan) -> tuple[Linear, ...]:
         store = self.store
@@ -323,11 +331,15 @@ def _check(layer: LayerPlan) -> None:
             check_mlp(one.mlp)
     if layer.token_block is not None:
         check_activation(layer.token_block.activation)
-    if isinstance(mlp, ExpertsPlan):
-        if mlp.scale_input and mlp.top_k != 1:
+    for experts in (mlp, layer.shortcut):
+        if not isinstance(experts, ExpertsPlan):
+            continue
+        if experts.scale_input and experts.top_k != 1:
             raise UnsupportedPlan("the weights of several experts multiply their input")
-        if mlp.activation not in (_EXPERT_ACTIVATIONS if mlp.gated else _UNGATED_ACTIVATIONS):
-            raise UnsupportedPlan(f"activation {mlp.activation!r} of experts")
+        known = _EXPERT_ACTIVATIONS if experts.gated else _UNGATED_ACTIVATIONS
+        if experts.activation not in known:
+            raise UnsupportedPlan(f"activation {experts.activation!r} of experts")
+    if isinstance(mlp, ExpertsPlan):
         mlp = mlp.shared
     if mlp is not None:
         check_mlp(mlp)
@@ -354,9 +366,8 @@ def unsupported_reason(
             check_latent(layer.attention)
         for modules, gated in _groups(plan):
             check_forms(modules, gated, form)
-        for layer in plan.layers:
-            if isinstance(layer.mlp, ExpertsPlan):
-                check_experts(layer.mlp, form)
+        for experts in plan.mixtures:
+            check_experts(experts, form)
     except UnsupportedPlan as error:
         return str(error)
     return None
@@ -506,6 +517,7 @@ class Writer:
             self.max_query = b.input_int("max_query")
         if lora is not None:
             self.adapters = b.input("adapters")
+        self.left: Register | None = None  # what experts of a layer before give, not added yet
         self.look = LookInputs(b, len(self.plan.pictures)) if look else None
 
     def scales_of(self, index: int) -> dict[str, Any]:
@@ -704,7 +716,11 @@ class Writer:
         y, h = self._normed(layer.mlp_norm, h, rest)
         if layer.residual_after_norm:
             h = self._kept(y, layer.residual_factors[1])
+        left, self.left = self.left, None
+        if layer.shortcut is not None:
+            self.left = write_experts(self, layer.shortcut, w.shortcut, y, h)
         h, rest = self.mlp(layer, w, y, h)
+        h = h if left is None else self.b.call("add", h, left)
         if layer.stream_scale == 1.0 and layer.token_block is None:
             return h, rest
         total = h if rest is None else self.b.call("add", h, rest)

@@ -172,6 +172,7 @@ class _Experts(nn.Module):
             and x.numel() == ids.shape[0] * x.shape[-1]
             and state.plan.activation in _ACTIVATIONS
             and not state.plan.scale_input
+            and not state.plan.zeros
             and not getattr(self, "_is_expert_parallel", False)
             and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
         )

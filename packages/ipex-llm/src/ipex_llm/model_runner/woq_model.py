@@ -167,7 +167,7 @@ def _mixtures(model: nn.Module, plan: DecoderPlan | None) -> tuple[list[ExpertsP
     from ipex_llm.arch.detect import MatchError, find_mixtures
 
     if plan is not None:
-        return [layer.mlp for layer in plan.layers if isinstance(layer.mlp, ExpertsPlan)], []
+        return plan.mixtures, []
     found: list[ExpertsPlan] = []
     notes: Notes = []
     for name, block, mixture in find_mixtures(model):

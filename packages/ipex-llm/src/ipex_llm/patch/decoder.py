@@ -332,10 +332,14 @@ class DecoderMixin(nn.Module):
             raise Reason(f"the input is on {first.device}")
         if self._wants_states(kwargs):
             plan = runner.plan
-            cut = any(layer.residual_after_norm or layer.streams for layer in plan.layers)
+            cut = any(
+                layer.residual_after_norm or layer.streams or layer.shortcut
+                for layer in plan.layers
+            )
             if cut or plan.output_projection is not None:
                 raise Reason(
-                    "output_hidden_states of layers that end in a norm, have several streams, or another width"
+                    "output_hidden_states of layers that end in a norm, come in pairs, have several streams, or"
+                    " another width"
                 )
         for name, value in kwargs.items():
             if name in _KNOWN or name in _IGNORED or value is None or value is False:

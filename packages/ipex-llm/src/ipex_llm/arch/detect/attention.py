@@ -602,9 +602,13 @@ def match_latent(
         raise trace.error(attention, f"has linear layers ({names}) that are not known of a latent")
     norms = [m for _, m in attention.named_children() if is_norm(m) and trace.ran(m)]
 
-    def norm_before(module: nn.Module) -> NormPlan | None:
+    query_factor, factor = (  # of LongCat-Flash
+        float(getattr(attention, f"mla_scale_{name}_lora", 1.0)) for name in ("q", "kv")
+    )
+
+    def norm_before(module: nn.Module, factor: float = 1.0) -> NormPlan | None:
         given = trace.input(module)
-        found = next((n for n in norms if same(trace.outputs[n], given)), None)
+        found = next((n for n in norms if same(trace.outputs[n] * factor, given)), None)
         return None if found is None else match_norm(trace, found)
 
     output = others[-1]
@@ -626,12 +630,13 @@ def match_latent(
         raise trace.error(attention, f"{queries} features do not make heads of {head_dim}")
     latent = LatentPlan(
         up,
-        norm_before(up),
+        norm_before(up, factor),
         rank,
         value_dim,
         rotary,
-        None if query is None else linear_plan(query),
+        None if query is None else with_factor(linear_plan(query), query_factor),
         None if query is None else norm_before(query),
+        factor,
     )
     inner = [first[0], down, *gates]
     rows = torch.cat([trace.output(m) for m in inner], dim=-1)

@@ -49,6 +49,7 @@ from ipex_llm.arch.detect.parts import (
 )
 from ipex_llm.arch.detect.streams import (
     first_stream,
+    halves_of,
     layer_with_streams,
     match_ends,
     match_streams,
@@ -553,13 +554,16 @@ def match_layers(
     config = _config(trace, decoder, layers)
     hint: list[AttentionPlan] = []
     earlier: dict[int, AttentionPlan] = {}
-    for index, layer in enumerate(layers):
+    every = [(layer, half) for layer in layers for half in halves_of(trace, layer)[0]]
+    for index, (layer, half) in enumerate(every):
         try:
             with trace.reading(layer):
                 if reads_picture(trace, layer):
                     yield layer, match_picture(trace, config, layer)
                     continue
-                found = match_layer(trace, config, decoder, layer, index, hint, earlier)
+                found = match_layer(trace, config, decoder, half, index, hint, earlier)
+                if half is not layer:
+                    found.plan = _whole_half(trace, config, layer, half, found.plan)
         except MatchError as error:
             yield layer, error
             continue
@@ -571,6 +575,20 @@ def match_layers(
         elif attention.latent is None and not any(_alike(attention, old) for old in hint):
             hint.append(attention)
         yield layer, found
+
+
+def _whole_half(
+    trace: Trace, config: Config, layer: nn.Module, half: nn.Module, plan: LayerPlan
+) -> LayerPlan:
+    """Return the plan of one of two layers in a module, the first with the experts that read what its mlp reads."""
+    plan = dataclasses.replace(plan, module=layer)
+    experts = halves_of(trace, layer)[1]
+    assert experts is not None
+    if not isinstance(plan.mlp, MlpPlan) or not same(
+        trace.input(plan.mlp.up.modules[0]), trace.input(experts)
+    ):
+        return plan
+    return dataclasses.replace(plan, shortcut=match_experts(trace, config, experts))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -592,7 +610,7 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
     """
     decoder, layers, _ = _find(trace)
     config = _config(trace, decoder, layers)
-    for module, found in match_layers(trace):
+    for module, found in dict(match_layers(trace)).items():
         plan: LayerPlan | MatchError
         if isinstance(found, MatchError):
             plan = found
@@ -602,6 +620,8 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
             plan = trace.error(module, "ends in a norm")
         elif _indexed(module):
             plan = trace.error(module, "has an indexer, which chooses the keys of each query")
+        elif halves_of(trace, module)[1] is not None:
+            plan = trace.error(module, "runs two layers")
         elif found.plan.streams is not None:
             plan = trace.error(module, "reads several streams")
         elif found.plan.token_block is not None:

@@ -437,6 +437,7 @@ class _Weights:
     both: tuple[tuple[bool, bool], ...] = ((False, False),)  # (transposed, interleaved)
     sizes: tuple[int, ...] = ()  # of the inner dimension, for each of `both`
     up: Tensor | None = None
+    zeros: int = 0
 
 
 def _flat(trace: Trace, block: nn.Module, hidden: int) -> _Weights | None:
@@ -477,12 +478,13 @@ def _stacked(block: nn.Module, hidden: int) -> _Weights | None:
         experts,
         up,
         down,
-        up.shape[0],
+        down.shape[0],
         gated,
         getattr(experts, "gate_up_proj_bias" if gated else "up_proj_bias", None),
         getattr(experts, "down_proj_bias", None),
         tuple(both),
         tuple(sizes),
+        zeros=max(up.shape[0] - down.shape[0], 0),
     )
 
 
@@ -532,15 +534,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     entry, last = _around(trace, block, x)
     width = hidden if entry is None else trace.output(entry.modules[0]).shape[-1]
     weights = _stacked(block, width) or _flat(trace, block, width) or _listed(trace, block)
-    for part in (weights.gate_up, weights.down):
-        if (
-            isinstance(part, Tensor) and part.ndim == 3 and part.shape[0] != weights.experts
-        ):  # LongCat-Flash's zero experts
-            raise trace.error(
-                block,
-                f"has {weights.experts} experts, but {part.shape[0]} with weights of their own",
-            )
-    router = _router(trace, block, weights.experts, hidden)
+    router = _router(trace, block, weights.experts + weights.zeros, hidden)
     outer = getattr(block, "router", None) or getattr(block, "gate", None)
     routed = None
     if trace.ran(router) and trace.ran(weights.module) and not same(trace.input(router), x):
@@ -559,7 +553,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     shared, shared_gate = _shared(trace, block)
     inside = [module for owner in owners[:2] if owner is not None for module in owner.modules()]
     bias = _find([*owners[:3], *inside], "e_score_correction_bias", "expert_bias")
-    if isinstance(bias, Tensor) and bias.numel() == weights.experts:
+    if isinstance(bias, Tensor) and bias.numel() == weights.experts + weights.zeros:
         bias = bias.view(-1)  # ERNIE has a row
     scales = getattr(outer, "per_expert_scale", None)
     swiglu = _swiglu_of(weights.module, config.raw)
@@ -580,6 +574,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         gate_up=weights.gate_up,
         down=weights.down,
         up=weights.up,
+        zeros=weights.zeros,
         transposed=False,
         interleaved=False,
         gate_up_bias=weights.gate_up_bias,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders with several streams beside each other, and layers of low rank beside attention (Gemma 3n)."""
+"""Decoders with several streams beside each other, and layers of low rank beside attention (Gemma 3n).
+
+Also modules that run two layers (LongCat-Flash).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ipex_llm.arch import (
     StreamsPlan,
     TokenBlockPlan,
 )
-from ipex_llm.arch.detect.parts import linear_plan, match_norm, with_factor
+from ipex_llm.arch.detect.parts import is_mixture, linear_plan, match_norm, with_factor
 from ipex_llm.arch.detect.trace import (
     Config,
     Trace,
@@ -183,3 +186,34 @@ def match_ends(
         if is_norm(module) and distance(total, trace.inputs[module]) <= tolerance(h):
             return ends, trace.input(module)
     raise trace.error(layers[-1], "is followed by something else than the mean of its streams")
+
+
+# --- two layers in one module, with experts beside them (LongCat-Flash) -----------------------------------------------
+
+
+def halves_of(trace: Trace, layer: nn.Module) -> tuple[list[nn.Module], nn.Module | None]:
+    """Return the two layers that a module runs behind each other, and the experts that read between them.
+
+    Each is a module with what it reads and gives in the trace; what the experts give, which is added at the very end,
+    is left out. The layer itself and None: it is one layer.
+    """
+    parts = dict(layer.named_children())
+    pairs = {n: m for n, m in parts.items() if isinstance(m, nn.ModuleList) and len(m) == 2}
+    experts = [m for m in parts.values() if is_mixture(m) and trace.ran(m)]
+    if "self_attn" not in pairs or len(experts) != 1 or len(pairs) + 1 != len(parts):
+        return [layer], None
+    halves = [nn.Module(), nn.Module()]
+    for name, pair in pairs.items():
+        for half, module in zip(halves, pair, strict=True):
+            setattr(half, name.replace("mlps", "mlp"), module)
+    read = trace.inputs[pairs["self_attn"][1]]
+    norms = [m for m in halves[1].children() if is_norm(m)]
+    middle = [trace.inputs[m] for m in norms if same(trace.outputs[m], read)]
+    if len(middle) != 1:
+        return [layer], None
+    last = trace.outputs[layer] - trace.outputs[experts[0]]
+    ends = ((trace.inputs[layer], middle[0]), (middle[0], last))
+    for half, (first, given) in zip(halves, ends, strict=True):
+        trace.inputs[half], trace.outputs[half] = first, given
+        trace.names[half] = trace.names[layer]
+    return halves, experts[0]

@@ -175,6 +175,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.low is None,
         plan.streams is None,
         plan.picture is None,
+        plan.shortcut is None,
     ]
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
@@ -185,6 +186,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
             mlp.norms is None,
             mlp.expert_scales is None,
             mlp.up is None,
+            mlp.zeros > 0,
         ]
     elif mlp is not None:
         parts += [mlp.gate is None, mlp.fused, mlp.cutoff is None, mlp.learned is None]
@@ -311,7 +313,8 @@ def _texts(case: _Case, plans: Sequence[LayerPlan]) -> int:
     from ipex_llm.arch.reference import _route
     from ipex_llm.optimization.proof.probes import _ids
 
-    mixtures = [plan.mlp for plan in plans if isinstance(plan.mlp, ExpertsPlan)]
+    every = (one for plan in plans for one in (plan.mlp, plan.shortcut))
+    mixtures = [one for one in every if isinstance(one, ExpertsPlan)]
     if not mixtures:
         return 1
     taken: list[set[int]] = [set() for _ in mixtures]
@@ -336,7 +339,8 @@ def _texts(case: _Case, plans: Sequence[LayerPlan]) -> int:
                 width = plan.router_weight.shape[-1]
                 if x is not None and x.shape[-1] == width:
                     found.update(_route(plan, x.reshape(-1, width).float())[1].flatten().tolist())
-            if all(len(found) == plan.experts for found, plan in zip(taken, mixtures, strict=True)):
+            pairs = zip(taken, mixtures, strict=True)
+            if all(len(found) == plan.experts + plan.zeros for found, plan in pairs):
                 return max(2, seed + 1)
     return TEXTS
 
