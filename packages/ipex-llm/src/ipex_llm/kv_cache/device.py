@@ -81,6 +81,8 @@ def shapes_of(plan: DecoderPlan | None, reason: str | None) -> list[CacheShape]:
         attention = layer.attention
         if layer.beside is not None or not isinstance(attention, AttentionPlan):
             problem = "it has layers that keep a state"
+        elif layer.picture is not None:
+            problem = "it has layers that read pictures"
         elif attention.latent is not None:
             problem = "it caches latents"
         elif attention.value_dim is not None:

@@ -66,8 +66,6 @@ class CacheState:
         self.next_valid: Tensor | None = None
         #: Keys and values of pictures ``[B, kv_heads, S, head_dim]``, for each layer that reads them; at first nothing.
         self.pictures: list[Tensor] = []
-        self.places = runner.plan.places  # of the layers in the model
-        self.picture_places = [i for i in range(max(self.places) + 2) if i not in self.places]
 
     def see(self, rows: list[Tensor]) -> None:
         """Store keys and values of pictures, behind earlier ones."""
@@ -333,13 +331,15 @@ def _linear_class(decoder: Any) -> Any:
     return next((kind for kind in kinds if hasattr(kind, "set_linear_cache")), None)
 
 
-def give_up(cache: Any, config: Any, decoder: Any) -> bool:
+def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -> bool:
     """Turn an `IpexCache` into the cache that transformers makes for a decoder, with the same contents.
 
     Args:
         cache: The cache.
         config: Of the decoder.
         decoder: Its stock class.
+        places: The indices that the layers of the cache have in the model, where layers that read pictures stand
+            between them; empty: it has no such layers.
 
     Returns:
         False if this transformers keeps states in caches of another form, and there are some.
@@ -363,7 +363,8 @@ def give_up(cache: Any, config: Any, decoder: Any) -> bool:
     for index, shape in enumerate(state.cache.states):
         if state.cache.layers[index] is not None:
             keys, values = state.padded(index)
-            cache.update(keys.to(state.dtype), values.to(state.dtype), state.places[index])
+            place = places[index] if places else index
+            cache.update(keys.to(state.dtype), values.to(state.dtype), place)
         if shape is None:
             continue
         found = [part[rows] for part in state.cache.states_of(index)]
@@ -377,8 +378,8 @@ def give_up(cache: Any, config: Any, decoder: Any) -> bool:
         if shape.state is not None:
             swapped = found[1].transpose(-1, -2) if shape.values_first else found[1]
             cache.update_recurrent_state(swapped.contiguous(), index)
-    pairs = zip(state.pictures[::2], state.pictures[1::2], state.picture_places, strict=False)
-    for keys, values, index in pairs:
+    others = [i for i in range(len(places) + len(state.pictures)) if i not in places]
+    for keys, values, index in zip(state.pictures[::2], state.pictures[1::2], others, strict=False):
         cache.update(keys, values, index)
     return True
 

@@ -204,7 +204,8 @@ class DecoderMixin(nn.Module):
             # keys of indexers were not kept. Layers that read pictures count in other caches.
             lost = indexed and state.length > 0
             stock = original_class(self)
-            if lost or not give_up(cache, getattr(self, "config", None), stock):
+            places = own.plan.places if own is not None and pictures else ()
+            if lost or not give_up(cache, getattr(self, "config", None), stock, places):
                 raise NotImplementedError(
                     f"{type(self).__name__}: a call with a cache must go on as it began, got {why}: pass"
                     " use_cache=False, or begin again without a cache"
