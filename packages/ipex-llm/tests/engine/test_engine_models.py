@@ -43,6 +43,7 @@ NAMES = [
         "mllama_text",
         "dbrx",
         "longcat_flash",
+        "doge",
         "deepseek_v32",
         "glm_moe_dsa",
         "axk1",

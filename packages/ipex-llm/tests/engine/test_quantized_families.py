@@ -43,7 +43,7 @@ KEYS = [
     name
     for name in (
         *("mimo_v2_flash", "laguna", "nanochat", "modernbert_decoder", "minimax_m3"),
-        *("gpt_neox_japanese", "mllama_text", "dbrx"),
+        *("gpt_neox_japanese", "mllama_text", "dbrx", "doge"),
     )
     if name in CAUSAL
 ]

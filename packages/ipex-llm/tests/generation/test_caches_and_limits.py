@@ -23,7 +23,11 @@ from ipex_llm.records import record_of
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-NAMES = [n for n in ("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1") if n in CAUSAL]
+_NAMES = (
+    *("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1"),
+    *("doge", "dbrx", "longcat_flash", "mllama_text", "gpt_neox_japanese"),
+)
+NAMES = [n for n in _NAMES if n in CAUSAL]
 INDEXED = [n for n in ("deepseek_v32", "glm_moe_dsa", "minimax_m3") if n in CAUSAL]
 
 
@@ -99,6 +103,25 @@ def test_the_engine_takes_as_many_tokens(name: str) -> None:
         assert list(output.tokens) == want[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n == "doge"])
+def test_beyond_as_many_keys_as_are_kept_the_stock_forward_goes_on(name: str) -> None:
+    model, fast, ids = build(name), optimized(name), tokens(1, 110)
+    want = model(input_ids=ids, use_cache=False).logits
+    close(fast(input_ids=ids, use_cache=False).logits, want)
+    result = fast(input_ids=ids[:, :90], use_cache=True)
+    close(result.logits, want[:, :90])
+    found = []
+    for start in range(90, 110, 5):
+        result = fast(input_ids=ids[:, start : start + 5], **cache_of(result))
+        found.append(result.logits)
+    other = model(input_ids=ids[:, :90], use_cache=True)
+    for start, got in zip(range(90, 110, 5), found, strict=True):
+        other = model(input_ids=ids[:, start : start + 5], **cache_of(other))
+        close(got, other.logits)
+    with pytest.raises(ValueError, match="max_model_len must be"):
+        Engine(fast, num_blocks=8, max_model_len=100)
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n == "mimo_v2_flash"])
 def test_layers_with_narrow_values_have_no_program_of_their_own(name: str) -> None:
     fast = ipex.llm.optimize(build(name), dtype=torch.float32, depth=2)
@@ -113,6 +136,10 @@ def test_layers_with_narrow_values_have_no_program_of_their_own(name: str) -> No
         ("laguna", "got gated attention"),
         ("minimax_m3", "no indexers to be divided"),
         ("modernbert_decoder", "no block before its head to be divided"),
+        ("doge", "got a bias made of all values"),
+        ("dbrx", "got ones that lie behind each other"),
+        ("mllama_text", "got one that reads a picture"),
+        ("gpt_neox_japanese", "got a parameter that a layer adds"),
     ],
 )
 def test_is_not_divided(name: str, text: str) -> None:

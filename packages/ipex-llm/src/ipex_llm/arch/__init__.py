@@ -27,6 +27,7 @@ __all__ = [
     "ExpertNormsPlan",
     "ExpertsPlan",
     "HeadBlockPlan",
+    "KeyBiasPlan",
     "LatentPlan",
     "LayerPlan",
     "LinearPlan",
@@ -152,6 +153,15 @@ class LatentPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KeyBiasPlan:
+    """A number for each key that is added to its scores, ``exp(rate * softplus(linear(values)))`` (Doge)."""
+
+    linear: LinearPlan  # reads the values of all heads; rows: one for each key head
+    module: nn.Module  # has the parameter `rate`, [kv_heads]
+    rate: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Attention of queries to cached keys and values."""
 
@@ -190,6 +200,7 @@ class AttentionPlan:
     output_norm: NormPlan | None = None  # of what is attended, over all heads (BitNet)
     #: Width of values if it is less than `head_dim` (MiMo V2); `qkv` gives rows as wide as keys, the rest are copies.
     value_dim: int | None = None
+    key_bias: KeyBiasPlan | None = None
 
     @property
     def value_width(self) -> int:
@@ -561,6 +572,8 @@ class LayerPlan:
     residual_after_norm: bool = False
     #: With `residual_after_norm`: factors on it where the first block, and the second one, is added (MiniMax).
     residual_factors: tuple[float, float] = (1.0, 1.0)
+    #: Names of parameters ``[hidden]`` of `module`: factors on the residual where each block is added (Doge).
+    gains: tuple[str, str] | None = None
     #: Factor on the stream behind all blocks (Gemma 4).
     stream_scale: float = 1.0
     token_block: TokenBlockPlan | None = None

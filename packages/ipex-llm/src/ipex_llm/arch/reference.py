@@ -24,6 +24,7 @@ from ipex_llm.arch import (
     DeltaPlan,
     ExpertsPlan,
     HeadBlockPlan,
+    KeyBiasPlan,
     LatentPlan,
     LayerPlan,
     LinearPlan,
@@ -197,6 +198,7 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
         qkv = torch.cat([qkv, qkv[:, plan.heads * width :]], dim=-1)
     heads = qkv.reshape(length, plan.heads + 2 * plan.kv_heads, width)
     query, key, value = heads.split([plan.heads, plan.kv_heads, plan.kv_heads], dim=1)
+    bias = None if plan.key_bias is None else key_bias(plan.key_bias, value.flatten(1))
     value = run_norm(plan.value_norm, value)[..., : plan.value_dim]
     if not plan.norm_after_rope:
         query, key = _head_norm(plan, plan.query_norm, query), _head_norm(plan, plan.key_norm, key)
@@ -207,7 +209,13 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     if plan.temperature is not None:
         factors = query_factors(torch.arange(length, device=qkv.device), plan.temperature)
         query = query * factors.view(-1, 1, 1)
-    return _weigh(plan, query, key, value)
+    return _weigh(plan, query, key, value, bias)
+
+
+def key_bias(plan: KeyBiasPlan, values: Tensor) -> Tensor:
+    """Return what is added to the scores of keys ``[T, kv_heads]``, for values of all heads ``[T, ...]``."""
+    rate: Tensor = getattr(plan.module, plan.rate).detach().float()
+    return torch.exp(rate * functional.softplus(run_linear(plan.linear, values)))
 
 
 def _from_latent(
@@ -231,7 +239,9 @@ def _from_latent(
     return query, torch.cat([both[..., :plain], common], dim=-1), both[..., plain:]
 
 
-def _weigh(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _weigh(
+    plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Return the values weighted by the scores of queries and keys ``[T, heads, ...]``, ``[T, heads * value_dim]``."""
     length = query.shape[0]
     groups = plan.heads // key.shape[1]
@@ -239,6 +249,8 @@ def _weigh(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor) -> Te
     scores = torch.einsum("qhd,khd->hqk", query, key) * plan.scale
     if plan.softcap > 0:
         scores = plan.softcap * torch.tanh(scores / plan.softcap)
+    if bias is not None:
+        scores = scores + bias.t().repeat_interleave(groups, dim=0).unsqueeze(1)
     rows = torch.arange(length, device=query.device)
     distance = rows.unsqueeze(1) - rows  # how far key k lies to the left of query q
     if plan.alibi_slopes is not None:
@@ -655,7 +667,8 @@ def _run_layer(
     if plan.parallel:
         mlp_input = x if plan.mlp_norm is None else run_norm(plan.mlp_norm, h)
         return h + attention + _feed_forward(plan, mlp_input, h, parallel)
-    h = (x * plan.residual_factors[0] if plan.residual_after_norm else h) + attention
+    first, second = gains_of(plan)
+    h = (x * plan.residual_factors[0] if plan.residual_after_norm else h * first) + attention
     h = h if plan.low is None else h * plan.low.factor
     if plan.mlp is None:
         return h
@@ -665,10 +678,18 @@ def _run_layer(
         more = more + kept.pop(-index, torch.zeros(()))
     if plan.shortcut is not None and kept is not None:
         kept[-index - 1] = run_experts(plan.shortcut, x)
-    h = (x * plan.residual_factors[1] if plan.residual_after_norm else h) + more
+    h = (x * plan.residual_factors[1] if plan.residual_after_norm else h * second) + more
     if plan.token_block is not None:
         h = h + _token_block(plan.token_block, h, part)
     return h * plan.stream_scale
+
+
+def gains_of(plan: LayerPlan) -> tuple[Tensor, Tensor]:
+    """Return the factors on the residual of each block: numbers, or ``[hidden]``."""
+    if plan.gains is None:
+        return torch.ones(()), torch.ones(())
+    first, second = (per_head(plan.module, name) for name in plan.gains)
+    return first, second
 
 
 def _token_block(block: TokenBlockPlan, h: Tensor, part: Tensor | None) -> Tensor:

@@ -157,13 +157,15 @@ class LayerShape:
     """What one layer stores for a token: ``kv_heads`` keys and values of ``head_dim``.
 
     With ``latent``, a single row that is key and value: the first ``latent`` elements are what both are made of. With
-    ``values``, only so many elements of a value mean something.
+    ``values``, only so many elements of a value mean something; of a key too if it is ``biased``: behind them stands a
+    bias, which the model itself does not cache.
     """
 
     kv_heads: int
     head_dim: int
     latent: int = 0
     values: int | None = None
+    biased: bool = False
 
     @property
     def parts(self) -> int:
@@ -419,7 +421,10 @@ class PagedCache:
         latent = 0 if shape is None else shape.latent
         if latent:
             return found[0][..., :latent], found[0][..., latent:]
-        return found[0], found[1] if shape is None else found[1][..., : shape.values]
+        if shape is None:
+            return found[0], found[1]
+        keys = shape.values if shape.biased else None
+        return found[0][..., :keys], found[1][..., : shape.values]
 
 
 def _raw(store: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from ipex_llm.kv_cache import (
     cache_dtype,
     state_bytes,
 )
-from ipex_llm.model_runner.attention import Look, keys_and_values
+from ipex_llm.model_runner.attention import BIAS_WIDTH, Look, keys_and_values
 from ipex_llm.model_runner.dense import (
     Owners,
     PlannedWeight,
@@ -377,6 +377,9 @@ def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
 
 def _rows_shape(plan: AttentionPlan) -> LayerShape:
     latent = plan.latent
+    if plan.key_bias is not None:
+        width = plan.head_dim + BIAS_WIDTH
+        return LayerShape(plan.kv_heads, width, values=plan.head_dim, biased=True)
     if latent is None:
         return LayerShape(plan.kv_heads, plan.head_dim, values=plan.value_dim)
     return LayerShape(1, latent.rank + latent.common, latent.rank)

@@ -17,6 +17,7 @@ import torch
 from ipex_core.program import Register
 from ipex_llm.arch import (
     AttentionPlan,
+    KeyBiasPlan,
     LatentPlan,
     LinearPlan,
     MixerPlan,
@@ -32,13 +33,19 @@ from ipex_llm.model_runner.dense import (
     call_linear,
     check_packable,
 )
-from ipex_llm.model_runner.feed_forward import opened, write_inner
+from ipex_llm.model_runner.feed_forward import opened, pointwise, write_inner
 from ipex_quant.weight_only.linear import WoqLinearModule
 
 Tensor = torch.Tensor
 
 
-def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) -> Register:
+#: Elements behind a key with a bias: the bias and zeros, so that keys keep the alignment of their heads.
+BIAS_WIDTH = 16
+
+
+def write_attention(
+    writer: Any, index: int, a: AttentionPlan, qkv: Register, key_bias: Linear | None = None
+) -> Register:
     """Write an attention.
 
     Args:
@@ -46,6 +53,7 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
         index: Of the layer.
         a: Its plan.
         qkv: Queries, keys and values side by side, and the gates of a gated attention.
+        key_bias: Packed weight of the layer that makes biases of keys, or None.
 
     Returns:
         What the output projection reads.
@@ -70,7 +78,8 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
         k = _head_norm(writer, a, a.key_norm, k, kv)
     cache = writer.caches[index]
     rope = a.rope
-    fused = rope is not None and not writer.scaled and not a.norm_after_rope
+    plain = not a.norm_after_rope and key_bias is None
+    fused = rope is not None and not writer.scaled and plain
     if rope is not None:
         cos, sin = writer.ropes[repr(rope)]
         if fused:
@@ -85,6 +94,8 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
     if a.norm_after_rope:
         q = _head_norm(writer, a, a.query_norm, q, heads)
         k = _head_norm(writer, a, a.key_norm, k, kv)
+    if a.key_bias is not None and key_bias is not None:
+        q, k, v = _with_bias(writer, a, a.key_bias, key_bias, q, k, v)
     if not fused:
         scales = writer.scales_of(index)
         b.call("reshape_and_cache", k, v, cache[0], cache[1], writer.slots, **scales)
@@ -93,9 +104,38 @@ def write_attention(writer: Any, index: int, a: AttentionPlan, qkv: Register) ->
         q = b.call("cast", wide, writer.e.store.dtype)
     out = b.call("empty_like", q)
     attend(writer, index, a, out, q)
-    if a.value_dim is not None:
-        out = b.call("narrow", out, 2, 0, a.value_dim)
+    if a.value_dim is not None or key_bias is not None:
+        out = b.call("narrow", out, 2, 0, a.value_width)
     return _gated(writer, a, out, gates)
+
+
+def _with_bias(
+    writer: Any,
+    a: AttentionPlan,
+    plan: KeyBiasPlan,
+    weight: Linear,
+    q: Register,
+    k: Register,
+    v: Register,
+) -> tuple[Register, Register, Register]:
+    """Write queries, keys and values with elements behind them of which the first adds a bias to the scores of keys."""
+    b, dtype = writer.b, writer.e.store.dtype
+    flat = b.call("reshape", v, [0, a.kv_heads * a.head_dim])
+    steps = b.call("reshape", writer.linear(weight, flat), [0, a.kv_heads, 1])
+    rate = getattr(plan.module, plan.rate).detach().float().view(1, -1, 1)
+    writer.e.store.watch(plan.module, plan.rate)
+    first = torch.zeros(1, 1, BIAS_WIDTH)
+    first[..., 0] = 1.0
+    rate, first = b.constant(rate), b.constant(first)
+    # exp(rate * softplus(x)) / scale: max(x, 0) + log(1 + exp(-|x|))
+    chain = [("abs", 0), ("neg", 4), ("exp", 5), ("log1p", 6), ("relu", 0), ("add", 7, 8)]
+    chain += [("mul", 9, 1), ("exp", 10), ("mul", 11, 3), ("mul", 12, 2)]
+    behind = pointwise(b, [steps, rate, first], [1.0 / a.scale], chain, dtype)
+    one = b.call("narrow", q, 2, 0, 1)
+    ones = pointwise(b, [one, first], [], [("eq", 0, 0), ("mul", 2, 1)], dtype)
+    pairs = ((q, ones), (k, behind), (v, behind))
+    q, k, v = (b.call("cat", [one, more], 2) for one, more in pairs)
+    return q, k, v
 
 
 def _gated(writer: Any, a: AttentionPlan, x: Register, gates: Register | None) -> Register:

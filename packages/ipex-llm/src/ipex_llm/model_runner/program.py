@@ -115,6 +115,7 @@ class LayerWeights:
     streams: tuple[Linear, Linear, Linear] | None = None
     picture: Picture | None = None
     shortcut: LayerWeights | None = None
+    key_bias: Linear | None = None
 
 
 class Emitter:
@@ -164,6 +165,8 @@ class Emitter:
             packed.mixer = pack_mixer(store, attention)
         elif attention.latent is not None:
             packed.latent = pack_latent(store, attention)
+        elif attention.key_bias is not None:
+            packed.key_bias = store.linear(attention.key_bias.linear)
         if layer.beside is not None:
             first, last = map(store.linear, projections(layer.beside))
             packed.beside = LayerWeights(first, last, mixer=pack_mixer(store, layer.beside))
@@ -386,6 +389,8 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         latent, mlp = latent_of(layer.attention), layer.mlp
         for linear in () if layer.attention is None else projections(layer.attention):
             yield (linear,), False
+        if isinstance(layer.attention, AttentionPlan) and layer.attention.key_bias is not None:
+            yield (layer.attention.key_bias.linear,), False
         if isinstance(layer.attention, DeltaPlan):
             yield from (((one,), False) for one in layer.attention.up or ())
         if isinstance(layer.attention, SelectivePlan):
@@ -699,6 +704,7 @@ class Writer:
             return self.mlp(layer, w, x, h)
         if layer.residual_after_norm:
             h = self._kept(x, layer.residual_factors[0])
+        h = self._gained(layer, 0, h)
         attended = self.attention(index, attention, w, x)
         assert w.output is not None
         if layer.beside is not None:
@@ -716,6 +722,7 @@ class Writer:
         y, h = self._normed(layer.mlp_norm, h, rest)
         if layer.residual_after_norm:
             h = self._kept(y, layer.residual_factors[1])
+        h = self._gained(layer, 1, h)
         left, self.left = self.left, None
         if layer.shortcut is not None:
             self.left = write_experts(self, layer.shortcut, w.shortcut, y, h)
@@ -730,6 +737,15 @@ class Writer:
         if layer.stream_scale != 1.0:
             total = self.b.call("mul", total, layer.stream_scale)
         return total, None
+
+    def _gained(self, layer: LayerPlan, block: int, h: Register) -> Register:
+        """Write the residual of a block times a parameter, where the layer does so."""
+        if layer.gains is None:
+            return h
+        module, name = layer.module, layer.gains[block]
+        gain: Any = self.e.store.constant(module, name, getattr(module, name))
+        result: Register = self.b.call("mul", h, self.b.constant(gain))
+        return result
 
     def _kept(self, x: Register, factor: float) -> Register:
         """Write what is left of the residual."""
@@ -799,7 +815,7 @@ class Writer:
             qkv = self.b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
         if w.latent is not None:
             return write_latent(self, index, a, qkv, w.latent)
-        y = write_attention(self, index, a, qkv)
+        y = write_attention(self, index, a, qkv, w.key_bias)
         return y if a.output_norm is None else self.norm(a.output_norm, y)
 
     def mlp(

@@ -198,7 +198,7 @@ def _found(layer: MatchedLayer) -> Found:
         reason = "its attention has no layer_idx"
     elif layer.results > 1:
         reason = "it returns more than its rows"
-    elif attention.value_dim is not None:
+    elif attention.value_dim is not None or attention.key_bias is not None:
         reason = "its values are narrower than its keys"
     elif plan.residual_after_norm or attention.latent is not None:
         reason = "it ends in a norm, or caches latents"

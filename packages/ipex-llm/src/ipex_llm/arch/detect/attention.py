@@ -18,6 +18,7 @@ from torch import nn
 
 from ipex_llm.arch import (
     AttentionPlan,
+    KeyBiasPlan,
     LatentPlan,
     LinearPlan,
     MlpPlan,
@@ -99,6 +100,10 @@ def _projections(
         source = trace.input(found[0][1])
     inner = [item for item in found if same(trace.input(item[1]), source)]
     outer = [item for item in found if not same(trace.input(item[1]), source)]
+    given = [trace.output(m) for _, m in inner]
+    outer = [  # what reads the values makes a bias of keys
+        item for item in outer if not any(same(trace.input(item[1]), one) for one in given)
+    ]
     gates = sum(bool(_GATE.match(name)) for name, _ in inner)
     both = gates == 0 and len(inner) == 2  # the keys are the values, too
     if len(outer) != 1 or not (both or len(inner) in (1, 3, 3 + gates)):
@@ -299,6 +304,13 @@ def match_attention(
     query_norm, key_norm, value_norm, over = _norms(trace, attention, head_dim, behind)
     if alone and (key_norm is None or value_norm is None):
         raise trace.error(attention, "has no projection to values, and no norms of keys and values")
+    bias = None
+    for _, module in own_linears(trace, attention):
+        if len(parts) == 3 and same(trace.input(module), trace.output(parts[2])):
+            rates = [n for n, p in attention.named_parameters(recurse=False) if p.numel() == rest]
+            if len(rates) != 1:
+                raise trace.error(module, "makes something of values that is not understood")
+            bias = KeyBiasPlan(linear_plan(module), attention, rates[0])
     sinks = getattr(attention, "sinks", None)
     base = AttentionPlan(
         projection,
@@ -319,6 +331,7 @@ def match_attention(
         keys_as_values=alone,
         output_norm=None if behind is None else match_norm(trace, behind),
         value_dim=None if found is None else found.value_dim,
+        key_bias=bias,
     )
     ropes: list[RopePlan | None] = [
         *match_ropes(trace, config, decoder, attention, kind, head_dim),

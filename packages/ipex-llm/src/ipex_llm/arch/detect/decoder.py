@@ -242,7 +242,7 @@ def match_layer(
         attended, more = (attention_in, flow.attention), _token_block(flow, plan)
         return Layer(layer_with_streams(trace, plan, streams, around, attended, flow.mlp, more))
     found = _parallel(flow, plan) or _sequential(flow, plan) or _with_more(flow, plan)
-    found = found or _with_added(flow, plan, module)
+    found = found or _with_added(flow, plan, module) or _with_gains(flow, plan)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
     ):
@@ -309,6 +309,23 @@ def _with_added(flow: _Flow, plan: LayerPlan, module: nn.Module) -> Layer | None
         if found is not None:
             return found
     return None
+
+
+def _with_gains(flow: _Flow, plan: LayerPlan) -> Layer | None:
+    """Return the plan of a layer that multiplies its residuals with two parameters, or None."""
+    own = plan.module.named_parameters(recurse=False)
+    found = {name: value for name, value in own if value.shape == flow.h.shape[-1:]}
+    if len(found) != 2 or flow.mlp_norm is None:
+        return None
+    (first, before), (second, behind) = found.items()
+    middle = flow.trace.input(flow.mlp_norm)
+    fits = _plain_sum(middle, flow.h * before, flow.attention) and _plain_sum(
+        flow.y, middle * behind, flow.mlp
+    )
+    if fits is None:
+        return None
+    norm = flow.plan(flow.mlp_norm)
+    return Layer(dataclasses.replace(plan, mlp_norm=norm, gains=(first, second)))
 
 
 def _side_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:
@@ -878,6 +895,9 @@ def _positions(config: Config, limit: int) -> int:
 
 def _chunk(config: Config) -> int:
     """Return how many positions the layers with chunked attention see at most, 0 without such layers."""
+    kept = int(config.get("keep_window_size", default=0))  # beyond, Doge chooses keys
+    if kept:
+        return kept
     kinds = config.get("layer_types", default=["chunked_attention"])
     return int(config.get("attention_chunk_size", default=0)) * ("chunked_attention" in kinds)
 

@@ -153,6 +153,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.source is None,
         plan.output_norm is None,
         plan.output.added is None,
+        plan.key_bias is None,
     )
 
 
@@ -176,6 +177,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.streams is None,
         plan.picture is None,
         plan.shortcut is None,
+        plan.gains is None,
     ]
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]

@@ -246,9 +246,9 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
                 new = value % VOCAB
             elif name == "n_group":
                 new = 2
-        elif name in ("index_topk", "index_topk_blocks", "index_block_size"):
+        elif name in ("index_topk", "index_topk_blocks", "index_block_size", "keep_window_size"):
             # Fewer keys are all chosen, and only so many are computed by programs.
-            new = min(value, 40 if name == "index_topk" else 6)
+            new = min(value, 40 if name in ("index_topk", "keep_window_size") else 6)
         elif name == "num_expert_group":  # what `n_group` is called in files of Kimi and Ling
             new = 2
         elif _IS_TOP.search(name) and value <= 64 and "index" not in name:
