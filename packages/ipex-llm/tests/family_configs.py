@@ -483,6 +483,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # A bias of each key, which is made of its values; factors on residuals. Beyond so many keys some are chosen.
     "doge": ("Doge", {**BASE, "keep_window_size": 96}),
+    # One half of the heads less a multiple of the other.
+    "diffllama": ("DiffLlama", {**BASE}),
     # Text alone of a model with layers that read pictures, one of them the last.
     "mllama_text": (
         "Mllama",

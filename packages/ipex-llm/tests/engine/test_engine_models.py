@@ -44,6 +44,7 @@ NAMES = [
         "dbrx",
         "longcat_flash",
         "doge",
+        "diffllama",
         "deepseek_v32",
         "glm_moe_dsa",
         "axk1",

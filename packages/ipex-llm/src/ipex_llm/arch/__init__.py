@@ -24,6 +24,7 @@ __all__ = [
     "DecayPlan",
     "DecoderPlan",
     "DeltaPlan",
+    "DifferencePlan",
     "ExpertNormsPlan",
     "ExpertsPlan",
     "HeadBlockPlan",
@@ -162,6 +163,26 @@ class KeyBiasPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DifferencePlan:
+    """Attention of half of the heads less a multiple of the attention of the other half (DiffLlama).
+
+    Each head attends twice, to the first half of the value heads and to the second, each of which stands for two heads,
+    and what it gives is twice as wide. ``(1 - start) * norm(a - (exp(q1 . k1) - exp(q2 . k2) + start) * b)``.
+    """
+
+    module: nn.Module  # has the parameters `factors`, [head_dim] each
+    factors: tuple[str, str, str, str]  # q1, k1, q2, k2
+    start: float
+    norm: NormPlan  # over 2 * head_dim
+
+    @property
+    def factor(self) -> float:
+        """What the other half is multiplied with."""
+        q1, k1, q2, k2 = (getattr(self.module, name).detach().float() for name in self.factors)
+        return float((q1 * k1).sum().exp() - (q2 * k2).sum().exp()) + self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Attention of queries to cached keys and values."""
 
@@ -201,6 +222,7 @@ class AttentionPlan:
     #: Width of values if it is less than `head_dim` (MiMo V2); `qkv` gives rows as wide as keys, the rest are copies.
     value_dim: int | None = None
     key_bias: KeyBiasPlan | None = None
+    difference: DifferencePlan | None = None
 
     @property
     def value_width(self) -> int:

@@ -209,7 +209,15 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     if plan.temperature is not None:
         factors = query_factors(torch.arange(length, device=qkv.device), plan.temperature)
         query = query * factors.view(-1, 1, 1)
-    return _weigh(plan, query, key, value, bias)
+    if plan.difference is None:
+        return _weigh(plan, query, key, value, bias)
+    own = plan.difference
+    found = [
+        _weigh(plan, query, key, half.repeat(1, 2, 1)).unflatten(-1, (plan.heads, -1))
+        for half in value.chunk(2, dim=1)
+    ]
+    first, second = torch.cat(found, dim=-1).chunk(2, dim=1)
+    return run_norm(own.norm, first - own.factor * second).flatten(1) * (1 - own.start)
 
 
 def key_bias(plan: KeyBiasPlan, values: Tensor) -> Tensor:

@@ -209,6 +209,10 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
         raise OpArgumentError(
             "optimize: model must have scores of queries and keys alone to be divided, got a bias made of all values"
         )
+    if a.difference is not None:
+        raise OpArgumentError(
+            "optimize: model must have heads that attend alone to be divided, got a difference of heads"
+        )
     if a.output.added is not None:
         raise OpArgumentError(
             "optimize: model must add biases of projections alone to be divided, got a parameter that a layer adds"

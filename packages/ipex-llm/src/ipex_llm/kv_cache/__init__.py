@@ -158,7 +158,8 @@ class LayerShape:
 
     With ``latent``, a single row that is key and value: the first ``latent`` elements are what both are made of. With
     ``values``, only so many elements of a value mean something; of a key too if it is ``biased``: behind them stands a
-    bias, which the model itself does not cache.
+    bias, which the model itself does not cache. ``twice``: keys come twice, and so does each half of the value heads,
+    behind itself; the model itself caches all once.
     """
 
     kv_heads: int
@@ -166,6 +167,12 @@ class LayerShape:
     latent: int = 0
     values: int | None = None
     biased: bool = False
+    twice: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether the model itself caches something else, so that its own forward cannot go on with the rows."""
+        return self.biased or self.twice
 
     @property
     def parts(self) -> int:
@@ -423,6 +430,9 @@ class PagedCache:
             return found[0][..., :latent], found[0][..., latent:]
         if shape is None:
             return found[0], found[1]
+        if shape.twice:
+            own = shape.kv_heads // 4
+            return found[0][: 2 * own], torch.cat([found[1][:own], found[1][2 * own : 3 * own]])
         keys = shape.values if shape.biased else None
         return found[0][..., :keys], found[1][..., : shape.values]
 

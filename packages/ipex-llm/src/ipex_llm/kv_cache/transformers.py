@@ -180,7 +180,7 @@ class CacheState:
         ):
             for out, rows in zip(parts, self.cache.rows(layer, blocks, length), strict=True):
                 if self.valid is not None:
-                    wide = rows.new_zeros(shape.kv_heads, self.length, rows.shape[-1])
+                    wide = rows.new_zeros(rows.shape[0], self.length, rows.shape[-1])
                     wide[:, self.valid[i]] = rows
                     rows = wide
                 out.append(rows)

@@ -380,6 +380,8 @@ def _rows_shape(plan: AttentionPlan) -> LayerShape:
     if plan.key_bias is not None:
         width = plan.head_dim + BIAS_WIDTH
         return LayerShape(plan.kv_heads, width, values=plan.head_dim, biased=True)
+    if plan.difference is not None:
+        return LayerShape(2 * plan.kv_heads, plan.head_dim, twice=True)
     if latent is None:
         return LayerShape(plan.kv_heads, plan.head_dim, values=plan.value_dim)
     return LayerShape(1, latent.rank + latent.common, latent.rank)

@@ -17,6 +17,7 @@ import torch
 from ipex_core.program import Register
 from ipex_llm.arch import (
     AttentionPlan,
+    DifferencePlan,
     KeyBiasPlan,
     LatentPlan,
     LinearPlan,
@@ -78,7 +79,7 @@ def write_attention(
         k = _head_norm(writer, a, a.key_norm, k, kv)
     cache = writer.caches[index]
     rope = a.rope
-    plain = not a.norm_after_rope and key_bias is None
+    plain = not a.norm_after_rope and key_bias is None and a.difference is None
     fused = rope is not None and not writer.scaled and plain
     if rope is not None:
         cos, sin = writer.ropes[repr(rope)]
@@ -96,6 +97,11 @@ def write_attention(
         k = _head_norm(writer, a, a.key_norm, k, kv)
     if a.key_bias is not None and key_bias is not None:
         q, k, v = _with_bias(writer, a, a.key_bias, key_bias, q, k, v)
+    if a.difference is not None:
+        half = kv // 2
+        first, second = (b.call("narrow", v, 1, start, half) for start in (0, half))
+        q, k = b.call("cat", [q, q], 1), b.call("cat", [k, k], 1)
+        v = b.call("cat", [first, first, second, second], 1)
     if not fused:
         scales = writer.scales_of(index)
         b.call("reshape_and_cache", k, v, cache[0], cache[1], writer.slots, **scales)
@@ -104,9 +110,24 @@ def write_attention(
         q = b.call("cast", wide, writer.e.store.dtype)
     out = b.call("empty_like", q)
     attend(writer, index, a, out, q)
+    if a.difference is not None:
+        out = _difference(writer, a, a.difference, out)
     if a.value_dim is not None or key_bias is not None:
         out = b.call("narrow", out, 2, 0, a.value_width)
     return _gated(writer, a, out, gates)
+
+
+def _difference(writer: Any, a: AttentionPlan, plan: DifferencePlan, x: Register) -> Register:
+    """Write one half of the heads less a multiple of the other, of what heads give twice, ``[T, 2 * heads, width]``."""
+    b, heads = writer.b, a.heads
+    for name in plan.factors:
+        writer.e.store.watch(plan.module, name)
+    both = b.call("cat", [b.call("narrow", x, 1, start, heads) for start in (0, heads)], 2)
+    halves = [b.call("narrow", both, 1, start, heads // 2) for start in (0, heads // 2)]
+    less = [("mul", 1, 2), ("sub", 0, 3)]
+    y = writer.norm(plan.norm, pointwise(b, halves, [plan.factor], less, writer.e.store.dtype))
+    result: Register = b.call("mul", y, 1.0 - plan.start)
+    return result
 
 
 def _with_bias(

@@ -199,10 +199,10 @@ class DecoderMixin(nn.Module):
         own = self.__dict__[KEY].runner
         indexed = own is not None and own.plan.indexed
         pictures = own is not None and bool(own.plan.pictures)
-        biased = own is not None and any(one.key_bias for one in own.plan.attentions)
-        if state is not None and (state.cache.has_states or indexed or pictures or biased):
+        rows = state is not None and any(one is not None and one.own for one in state.cache.layers)
+        if state is not None and (state.cache.has_states or indexed or pictures or rows):
             # The states of recurrent layers are in a form of their own, which the stock forward does not know. The
-            # keys of indexers were not kept. Layers that read pictures count in other caches. It makes no biases.
+            # keys of indexers were not kept. Layers that read pictures count in other caches. Some rows are others.
             lost = indexed and state.length > 0
             stock = original_class(self)
             places = own.plan.places if own is not None and pictures else ()

@@ -200,6 +200,8 @@ def _found(layer: MatchedLayer) -> Found:
         reason = "it returns more than its rows"
     elif attention.value_dim is not None or attention.key_bias is not None:
         reason = "its values are narrower than its keys"
+    elif attention.difference is not None:
+        reason = "it caches keys and values twice"
     elif plan.residual_after_norm or attention.latent is not None:
         reason = "it ends in a norm, or caches latents"
     elif rope is not None and rope.kind in ("dynamic", "longrope"):

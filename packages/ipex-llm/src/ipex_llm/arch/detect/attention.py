@@ -18,6 +18,7 @@ from torch import nn
 
 from ipex_llm.arch import (
     AttentionPlan,
+    DifferencePlan,
     KeyBiasPlan,
     LatentPlan,
     LinearPlan,
@@ -266,6 +267,8 @@ def match_attention(
     behind = next((m for m in norms if same(trace.outputs[m], expected)), None)
     if behind is not None:
         expected = trace.inputs[behind]
+    difference = _difference(trace, attention, norms)
+    behind = behind if difference is None else difference.norm.module
     found = _narrow_values(trace, config, attention, parts, width)
     head_dim = found.head_dim if found else _head_dim(config, attention, width)
     heads = width // (found.value_dim if found else head_dim)
@@ -329,9 +332,10 @@ def match_attention(
         gated=gated,
         value_norm=value_norm,
         keys_as_values=alone,
-        output_norm=None if behind is None else match_norm(trace, behind),
+        output_norm=None if behind is None or difference else match_norm(trace, behind),
         value_dim=None if found is None else found.value_dim,
         key_bias=bias,
+        difference=difference,
     )
     ropes: list[RopePlan | None] = [
         *match_ropes(trace, config, decoder, attention, kind, head_dim),
@@ -342,6 +346,19 @@ def match_attention(
     if scales and plan.temperature is None:
         raise trace.error(attention, "scales queries by position in an unknown way")
     return plan
+
+
+def _difference(
+    trace: Trace, attention: nn.Module, norms: list[nn.Module]
+) -> DifferencePlan | None:
+    """Return how an attention takes one half of its heads from the other (DiffLlama), or None."""
+    names = [n for n, _ in attention.named_parameters(recurse=False) if n.startswith("lambda")]
+    start = getattr(attention, "lambda_init", None)
+    if len(names) != 4 or len(norms) != 1 or not isinstance(start, float):
+        return None
+    first, second, third, fourth = names
+    norm = match_norm(trace, norms[0])
+    return DifferencePlan(attention, (first, second, third, fourth), start, norm)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

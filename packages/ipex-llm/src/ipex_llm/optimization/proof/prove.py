@@ -154,6 +154,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.output_norm is None,
         plan.output.added is None,
         plan.key_bias is None,
+        plan.difference is None,
     )
 
 
