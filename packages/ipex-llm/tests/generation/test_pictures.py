@@ -147,3 +147,21 @@ def test_quantized_weights(form: str) -> None:
     got, want = (one(**texts, use_cache=False).logits[valid] for one in (fast, model))
     close(got, want, 1e-4)
     assert torch.equal(fast.generate(**texts, **GREEDY), model.generate(**texts, **GREEDY))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_later_picture_stands_behind_the_first(first: bool) -> None:
+    draw = torch.manual_seed(0)
+    rows = torch.randn(2, 7, 64, generator=draw), torch.randn(2, 5, 64, generator=draw)
+    ids, found = tokens(2, 10), []
+    for model in (build("mllama_text"), ipex_llm.optimize(build("mllama_text"))):
+        given = {"cross_attention_states": rows[0]} if first else {}
+        mask = {"cross_attention_mask": torch.zeros(2, 1, 5, 7)} if first else {}
+        result = model(ids[:, :5], use_cache=True, **given, **mask)
+        logits, width = [result.logits], 12 if first else 5
+        for start, end in ((5, 9), (9, 10)):
+            given = {"cross_attention_mask": torch.zeros(2, 1, end - start, width)}
+            given |= {"cross_attention_states": rows[1]} if start == 5 else {}
+            logits.append(model(ids[:, start:end], cache=result.cache, **given).logits)
+        found.append(torch.cat(logits, 1))
+    close(found[1], found[0])

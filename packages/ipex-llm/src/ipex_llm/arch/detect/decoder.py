@@ -241,8 +241,9 @@ def match_layer(
         around = flow.input_norm, flow.mlp_norm
         attended, more = (attention_in, flow.attention), _token_block(flow, plan)
         return Layer(layer_with_streams(trace, plan, streams, around, attended, flow.mlp, more))
-    found = _parallel(flow, plan) or _sequential(flow, plan) or _with_more(flow, plan)
-    found = found or _with_added(flow, plan, module) or _with_gains(flow, plan)
+    # Factors of a new model are one, and show only as parameters.
+    found = _with_gains(flow, plan) or _parallel(flow, plan) or _sequential(flow, plan)
+    found = found or _with_more(flow, plan) or _with_added(flow, plan, module)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
     ):
