@@ -64,6 +64,11 @@ inline int64_t convolution_lines_bytes(const ConvolutionArgs& args, int64_t rows
 // stays in a cache while all rows pass.
 inline constexpr int64_t kDirectPiece = 2048;
 
+// Whether K is one such piece.
+inline bool direct_whole(int64_t k, int64_t element_size) {
+  return k * element_size <= kDirectPiece + kDirectPiece / 2;
+}
+
 // Whether all that a line of the window sees lies side by side; few channels are worth a copy of
 // the lines with their padding.
 inline bool direct_merged(const ConvolutionArgs& args) {

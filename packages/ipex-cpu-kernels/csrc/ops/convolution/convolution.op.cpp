@@ -36,21 +36,25 @@ int64_t room(int64_t size, int64_t taps, int64_t padding, int64_t dilation) {
   return size + 2 * padding - dilation * (taps - 1) - 1;
 }
 
-// Rows of a task, about `most`: blocks of equal size, so that none of few rows is left to stream
-// all panels for.
-int64_t even_rows(int64_t rows, int64_t most) {
-  const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most);
-  return std::max<int64_t>(24, ((rows + blocks - 1) / blocks + 5) / 6 * 6);
-}
-
 constexpr int64_t kVectorRows = 96;
 
-// Without tiles, x can be read where it lies: in float, and in pairs of bfloat16, which must not
-// cross from one segment to the next.
+// Rows of a task, about `most`: blocks of equal size, so that none of few rows is left to stream
+// all panels for, and as many as give each thread the same number of them.
+int64_t even_rows(int64_t rows, int64_t most) {
+  const auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t blocks = std::max<int64_t>(1, parts(rows, most));
+  const int64_t even = parts(blocks, threads) * threads;
+  const bool enough = blocks > 1 && rows >= even * kVectorRows;
+  return std::max<int64_t>(24, parts(parts(rows, enough ? even : blocks), 6) * 6);
+}
+
+// Without tiles, x can be read where it lies: in float, and in pairs of bfloat16, which may lie in
+// two segments within a piece of K but not in two pieces.
 bool is_direct(const ConvolutionArgs& args, ScalarType dtype) {
   if (dtype == ScalarType::Float) return true;
   return dtype == ScalarType::BFloat16 && cpu::active_has_avx512_bf16() && !cpu::active_has_amx() &&
-         args.k() / direct_segments(args) % 2 == 0;
+         (args.k() / direct_segments(args) % 2 == 0 || direct_whole(args.k(), 2));
 }
 
 // The most if direct, where a task reads the weight once for all its rows, and x for every panel:

@@ -17,7 +17,7 @@ inline constexpr int kDirectVectors = kLanes == 16 ? 4 : 2;
 inline constexpr int kDirectRows = kLanes == 4 ? 4 : 6;
 
 // What a step along K multiplies: an element of a row of x times a vector of the weight, or a pair
-// of bfloat16 times a vector of pairs.
+// of bfloat16 times a vector of pairs. A pair may have its second element in the next segment.
 template <class T>
 struct DirectStep {
   static constexpr int64_t kElements = 1;
@@ -30,6 +30,9 @@ template <>
 struct DirectStep<BFloat16> {
   static constexpr int64_t kElements = 2;
   IPEX_INLINE static __m512bh broadcast(const BFloat16* x) { return broadcast_pair(x); }
+  IPEX_INLINE static __m512bh broadcast(BFloat16 low, BFloat16 high) {
+    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(low.bits | high.bits << 16));
+  }
   IPEX_INLINE static __m512bh weight(const BFloat16* w) {
     return reinterpret_cast<__m512bh>(_mm512_loadu_si512(w));
   }
@@ -88,8 +91,9 @@ IPEX_INLINE bool all_are(const T* const* x, const T* wanted) {
   return all;
 }
 
-// `first`: the first vector of the panels' columns.
-template <bool kFetch, int kRows, int kVectors, class T>
+// `first`: the first vector of the panels' columns. kOdd: segments have an odd number of elements,
+// so that some pairs have theirs in two of them.
+template <bool kFetch, bool kOdd, int kRows, int kVectors, class T>
 IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* p1, int first,
                              float* c, int64_t ldc, const DirectResult<T>* result) {
   using Step = DirectStep<T>;
@@ -104,14 +108,14 @@ IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* 
     const T* x[kRows];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) x[r] = piece.from[r * piece.stride + s];
-    if (piece.depth >= kLeastSkipped && all_are<kRows>(x, piece.zeros)) {
+    if (!kOdd && piece.depth >= kLeastSkipped && all_are<kRows>(x, piece.zeros)) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) w[v] += kPanel * piece.depth;
       continue;
     }
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) x[r] += piece.offset;
-    for (int64_t i = 0; i < piece.depth; i += Step::kElements) {
+    const auto step = [&](const auto& of_row) IPEX_LAMBDA {
       if constexpr (kFetch) {
         __builtin_prefetch(next, 0, 2);
         next += piece.next_step;
@@ -124,9 +128,21 @@ IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* 
       }
 #pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r) {
-        const auto a = Step::broadcast(x[r] + i);
+        const auto a = of_row(r);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) acc[r][v] = Step::multiply(a, b[v], acc[r][v]);
+      }
+    };
+    int64_t i = kOdd ? s % 2 : 0;
+    for (; i + Step::kElements <= piece.depth; i += Step::kElements)
+      step([&](int r) IPEX_LAMBDA { return Step::broadcast(x[r] + i); });
+    if constexpr (kOdd) {
+      if (i < piece.depth) {
+        const bool more = s + 1 < piece.count;
+        step([&](int r) IPEX_LAMBDA {
+          const T* const* from = piece.from + r * piece.stride + s + 1;
+          return Step::broadcast(x[r][i], more ? (*from)[piece.offset] : T{});
+        });
       }
     }
   }
@@ -147,18 +163,20 @@ IPEX_INLINE void direct_tile(const DirectPiece<T>& piece, const T* p0, const T* 
 }
 
 // `vectors` of columns of one (p1 == nullptr) or two panels.
-template <bool kFetch, class T>
+template <bool kFetch, bool kOdd, class T>
 void direct_rows(const DirectPiece<T>& piece, int64_t rows, int vectors, const T* p0, const T* p1,
                  float* c, int64_t ldc, const DirectResult<T>* result) {
   with_rows<kDirectRows>(rows, [&]<int kRows>() IPEX_LAMBDA {
     int v = 0;
     for (; v + kDirectVectors <= vectors; v += kDirectVectors)
-      direct_tile<kFetch, kRows, kDirectVectors>(piece, p0, p1, v, c + v * kLanes, ldc, result);
+      direct_tile<kFetch, kOdd, kRows, kDirectVectors>(piece, p0, p1, v, c + v * kLanes, ldc,
+                                                       result);
     if constexpr (kDirectVectors > 2) {
       for (; v + 2 <= vectors; v += 2)
-        direct_tile<kFetch, kRows, 2>(piece, p0, p1, v, c + v * kLanes, ldc, result);
+        direct_tile<kFetch, kOdd, kRows, 2>(piece, p0, p1, v, c + v * kLanes, ldc, result);
     }
-    if (v < vectors) direct_tile<kFetch, kRows, 1>(piece, p0, p1, v, c + v * kLanes, ldc, result);
+    if (v < vectors)
+      direct_tile<kFetch, kOdd, kRows, 1>(piece, p0, p1, v, c + v * kLanes, ldc, result);
   });
 }
 
@@ -217,7 +235,7 @@ int64_t fetched_bytes(int64_t rows) {
 // The rows of `block` (its w, panels, y, addend, column and columns as usual; no x), `from` their
 // table, in whose segments they begin at `offset`, `zeros` what it has for padding; `c` has room
 // for 64 columns of them.
-template <class T>
+template <bool kOdd, class T>
 void direct_block(const GemmBlock<T>& block, const T* const* from, const T* zeros, int64_t segments,
                   int64_t depth, int64_t offset, float* c) {
   constexpr int64_t ldc = 2 * kPanel;
@@ -225,7 +243,7 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, const T* zero
   const Activation activation = block.epilogue->activation;
   const bool simple = activation == Activation::kNone || activation == Activation::kRelu;
   constexpr int64_t kPiece = kDirectPiece / static_cast<int64_t>(sizeof(T));
-  const bool whole = block.k <= kPiece + kPiece / 2;
+  const bool whole = direct_whole(block.k, sizeof(T));
   const int64_t together = whole ? segments : std::max<int64_t>(1, kPiece / depth);
   const int64_t length = whole || together > 1 ? depth : std::min(depth, kPiece);
   const int64_t fetched = fetched_bytes<T>(block.rows);
@@ -261,7 +279,8 @@ void direct_block(const GemmBlock<T>& block, const T* const* from, const T* zero
         piece.from = from + r * segments + s;
         piece.next = reinterpret_cast<const char*>(left > 1 && tile % 2 ? next + size : next) +
                      tile / 2 * steps * piece.next_step;
-        const auto rows = piece.next_step ? direct_rows<true, T> : direct_rows<false, T>;
+        const auto rows =
+            piece.next_step ? direct_rows<true, kOdd, T> : direct_rows<false, kOdd, T>;
         rows(piece, std::min<int64_t>(kDirectRows, block.rows - r), static_cast<int>(vectors),
              p0 + k * kPanel, p1 ? p1 + k * kPanel : nullptr, c + r * ldc, ldc,
              direct ? &result : nullptr);
@@ -300,7 +319,12 @@ void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, in
     find_segments<T>(args, begin, begin + rows, zeros, copies ? lines : nullptr, first, table);
     for_groups<T>(args, panel_begin, panel_end, [&](int64_t group, GemmBlock<T> block) IPEX_LAMBDA {
       place_rows(block, begin, rows);
-      direct_block<T>(block, table, zeros, segments, depth, group * args.depth(), c);
+      const int64_t offset = group * args.depth();
+      if constexpr (DirectStep<T>::kElements == 2) {
+        if (depth % 2)
+          return direct_block<true>(block, table, zeros, segments, depth, offset, c);
+      }
+      direct_block<false>(block, table, zeros, segments, depth, offset, c);
     });
     begin += rows;
   }
