@@ -139,6 +139,7 @@ def fuse(
     """
     _clean(module.graph)
     _fold_batch_norms(module, report)
+    _convolve_small_images(module, report)
     _flatten_volumes(module, report)
     _widen_convolutions(module, report)
     _flatten_transposed(module, report)
@@ -428,6 +429,88 @@ def _held(ctx: Context, before: fx.Node, *values: Tensor) -> list[fx.Node]:
     for node, value in zip(held, values, strict=True):
         node.meta["val"] = _fake(ctx, value)
     return held
+
+
+#: What makes images larger and sums over pixels of one channel alone.
+_UPSAMPLING = (
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_nearest2d.default,
+)
+#: An image must have so many times the pixels of the smaller one.
+_LEAST_GROWTH = 2
+
+
+def _convolve_small_images(module: fx.GraphModule, report: GraphReport) -> None:
+    """Convolve images with a window of one pixel before they are made larger and joined, not after.
+
+    Such a convolution sums over channels and upsampling over pixels, so that either may come first.
+    """
+    ctx = Context(module.graph, set(), report, always=True)
+    for node in ctx.nodes(aten.convolution.default):
+        given: tuple[Any, ...] = node.args
+        x, weight, bias, stride, padding, dilation, transposed, extra, groups = given
+        plain, result = _constant(module, weight), val(node)
+        if plain is None or result is None or plain.shape[2:] != (1, 1):
+            continue
+        if transposed or groups != 1 or any(n != 1 for n in stride) or any(padding):
+            continue
+        alone = len(x.users) == 1 and is_call(x, aten.cat.default) and x.args[1:] in ((1,), (-3,))
+        parts: list[fx.Node] = list(x.args[0]) if alone else [x]
+        small, whole = [], []
+        first = 0
+        for part in parts:
+            value: Any = val(part)
+            columns = slice(first, first + value.shape[1])
+            first = columns.stop
+            if _grows(part) and plain.shape[0] <= value.shape[1]:
+                small.append((part, columns))
+            else:
+                whole.append((part, columns))
+        if not small:
+            continue
+
+        def convolve(
+            x: fx.Node, columns: list[slice], bias: Any, node: fx.Node = node, plain: Tensor = plain
+        ) -> fx.Node:
+            rows = torch.cat([plain[:, one] for one in columns], 1)
+            (held,) = _held(ctx, node, rows)
+            rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+            return ctx.call(node, aten.convolution.default, (x, held, bias, *rest))
+
+        total: fx.Node | None = None
+        for part, columns in small:
+            inner: Any = part.args[0]
+            own = bias if total is None and not whole else None
+            one = ctx.call(
+                node, part.target, (convolve(inner, [columns], own), *part.args[1:]), part.kwargs
+            )
+            total = one if total is None else ctx.call(node, aten.add.Tensor, (total, one))
+        if whole:
+            images = [part for part, _ in whole]
+            joined = images[0]
+            if len(images) > 1:
+                joined = ctx.call(node, aten.cat.default, (images, 1))
+            one = convolve(joined, [columns for _, columns in whole], bias)
+            total = ctx.call(node, aten.add.Tensor, (one, total))
+        assert total is not None
+        node.replace_all_uses_with(total)
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+
+
+def _grows(node: fx.Node) -> bool:
+    """Return whether a node, which one other reads, makes images larger that have known sizes."""
+    if node.target not in _UPSAMPLING or len(node.users) != 1:
+        return False
+    before, after = val(node.args[0]), val(node)
+    if before is None or after is None or before.dim() != 4:
+        return False
+    sizes = (*before.shape[2:], *after.shape[2:])
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    return bool(sizes[0] * sizes[1] * _LEAST_GROWTH <= sizes[2] * sizes[3])
 
 
 def _widen_convolutions(module: fx.GraphModule, report: GraphReport) -> None:
