@@ -342,6 +342,47 @@ def test_upsampling_has_an_instruction(options: dict[str, Any], dtype: torch.dty
         assert ops_of(fast)[0] == f"upsample_{options['mode']}2d"
 
 
+class Joined(nn.Module):
+    """Images of several sizes that become one and meet in a convolution, as heads of SegFormer do."""
+
+    def __init__(self, out: int, mode: str, bias: bool, sizes: list[int], own: bool) -> None:
+        super().__init__()
+        self.mode, self.sizes, self.own = mode, sizes, own
+        self.layer = nn.Conv2d(8 * (len(sizes) + own), out, 1, bias=bias)
+        self.norm = nn.BatchNorm2d(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = [x[:, :, :size, :size] for size in self.sizes]
+        parts = [
+            functional.interpolate(one, size=(12, 10), mode=self.mode) for one in reversed(small)
+        ]
+        parts += [x] * self.own
+        images = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return functional.relu(self.norm(self.layer(images)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+@pytest.mark.parametrize(
+    ("out", "sizes", "own", "count"),
+    [
+        (6, [4, 3], True, 3),
+        (8, [5], False, 1),
+        (6, [4, 12], False, 2),  # one grows by too little
+        (16, [4, 3], True, 1),  # more channels would have to grow
+    ],
+)
+def test_convolutions_come_before_upsampling(
+    out: int, sizes: list[int], own: bool, count: int, mode: str, dtype: torch.dtype
+) -> None:
+    for bias in (True, False):
+        model = spread(Joined(out, mode, bias, sizes, own)).to(dtype)
+        fast = check(model, torch.randn(2, 8, 12, 10).to(dtype))
+        ops = ops_of(fast)
+        assert not fast.calls and ops.count("convolution") == count
+        assert ("cat" in ops) == (out > 8)
+
+
 def test_upsampling_to_sizes_that_vary() -> None:
     class Like(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -450,7 +450,7 @@ def _convolve_small_images(module: fx.GraphModule, report: GraphReport) -> None:
     ctx = Context(module.graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         given: tuple[Any, ...] = node.args
-        x, weight, bias, stride, padding, dilation, transposed, extra, groups = given
+        x, weight, bias, stride, padding, _, transposed, _, groups = given
         plain, result = _constant(module, weight), val(node)
         if plain is None or result is None or plain.shape[2:] != (1, 1):
             continue
