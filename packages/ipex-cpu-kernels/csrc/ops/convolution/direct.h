@@ -321,8 +321,7 @@ void convolve_direct(const ConvolutionArgs& args, int64_t begin, int64_t end, in
       place_rows(block, begin, rows);
       const int64_t offset = group * args.depth();
       if constexpr (DirectStep<T>::kElements == 2) {
-        if (depth % 2)
-          return direct_block<true>(block, table, zeros, segments, depth, offset, c);
+        if (depth % 2) return direct_block<true>(block, table, zeros, segments, depth, offset, c);
       }
       direct_block<false>(block, table, zeros, segments, depth, offset, c);
     });
