@@ -776,7 +776,7 @@ def match_picture(trace: Trace, config: Config, layer: nn.Module) -> PicturePlan
     Raises:
         MatchError: A part is not understood.
     """
-    block: nn.Module = layer.cross_attn  # type: ignore[assignment]
+    block = layer.get_submodule("cross_attn")
     found = dict(linears(block, trace))
     parts = [
         [m for name, m in found.items() if re.search(pattern, name)] for pattern in _PARTS.values()
