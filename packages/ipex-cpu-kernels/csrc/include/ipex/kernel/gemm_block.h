@@ -18,10 +18,11 @@ template <class T>
 int64_t depth_of_piece(int64_t rows, int64_t k) {
   constexpr bool amx = IPEX_HAVE_AMX && kIsBFloat16<T>;
   const int64_t tile = amx ? kRowStep<T> : kTileRows, tiles = (rows + tile - 1) / tile;
-  if (tiles <= 1) return k > 0 ? k : 1;
+  const int64_t whole = k > 0 ? k : 1;  // k = 0 gives zeros
+  if (tiles <= 1) return whole;
   const int64_t bytes = int64_t{16384} << (amx || tiles > 6 ? 4 : tiles - 2);
   const int64_t pieces = (k * 2 * kPanel * int64_t{sizeof(T)} + bytes - 1) / bytes;
-  return pieces <= 1 ? k : (k + 32 * pieces - 1) / (32 * pieces) * 32;
+  return pieces <= 1 ? whole : (k + 32 * pieces - 1) / (32 * pieces) * 32;
 }
 
 // Rows [begin, begin + count) of the block. product(i, n, d, p0, p1, depth, c, ldc, accumulate,
