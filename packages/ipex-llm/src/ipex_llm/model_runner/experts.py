@@ -137,18 +137,30 @@ def _pack_flat(store: WeightStore, plan: ExpertsPlan, up: Tensor) -> Experts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _FlatPart:
-    """Gives one of three matrices with the weights of all experts back."""
+class _Packed:
+    """The packed weights of experts."""
 
     packed: Tensor
     shape: tuple[int, int]
     dtype: torch.dtype
     gated: bool
+
+    def rows(self) -> Tensor:
+        """Return them as ``[E, *shape]``."""
+        rows: Tensor = torch.ops.ipex.unpack_moe_weight(
+            self.packed, *self.shape, self.dtype, self.gated
+        )
+        return rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FlatPart(_Packed):
+    """Gives one of three matrices with the weights of all experts back."""
+
     index: int
 
     def __call__(self) -> Tensor:
-        unpack = torch.ops.ipex.unpack_moe_weight
-        rows: Tensor = unpack(self.packed, *self.shape, self.dtype, self.gated)
+        rows = self.rows()
         rows = rows.chunk(2, dim=1)[self.index] if self.gated else rows.transpose(1, 2)
         return rows.flatten(0, 1).contiguous()
 
@@ -174,21 +186,14 @@ def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _StackPart:
+class _StackPart(_Packed):
     """Gives the stacked weights of experts back."""
 
-    packed: Tensor
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    gated: bool
     form: tuple[bool, bool]
     rest: Tensor  # weights of further experts, as the parameter has them
 
     def __call__(self) -> Tensor:
-        rows: Tensor = torch.ops.ipex.unpack_moe_weight(
-            self.packed, *self.shape, self.dtype, self.gated
-        )
-        whole = woq_experts.from_rows(rows, *self.form)
+        whole = woq_experts.from_rows(self.rows(), *self.form)
         return torch.cat([whole, self.rest.to(self.dtype)]) if len(self.rest) else whole
 
 
