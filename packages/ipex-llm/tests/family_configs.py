@@ -485,6 +485,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "doge": ("Doge", {**BASE, "keep_window_size": 96}),
     # One half of the heads less a multiple of the other.
     "diffllama": ("DiffLlama", {**BASE}),
+    # Queries and what heads attend to go through experts, and so does the mlp; both add a parameter.
+    "jetmoe": (
+        "JetMoe",
+        {
+            **{name: value for name, value in BASE.items() if name != "num_attention_heads"},
+            "kv_channels": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     # Text alone of a model with layers that read pictures, one of them the last.
     "mllama_text": (
         "Mllama",

@@ -28,6 +28,7 @@ def with_plain_weights(model: Any, fast: nn.Module) -> Any:
         old: Any = model.get_submodule(place)
         for weight in woq_experts.weights(module):
             getattr(old, weight).copy_(getattr(module, weight).plain())
+            count += 1
         if isinstance(module, ipex_quant.WeightOnlyQuantizedLinear):
             count += 1
             values = module.dequantize()

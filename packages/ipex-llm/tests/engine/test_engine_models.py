@@ -45,6 +45,7 @@ NAMES = [
         "longcat_flash",
         "doge",
         "diffllama",
+        "jetmoe",
         "deepseek_v32",
         "glm_moe_dsa",
         "axk1",

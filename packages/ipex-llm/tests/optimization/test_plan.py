@@ -120,7 +120,7 @@ def check(found: OptimizePlan, model: Any) -> None:
     told = [row for row in rows if row.step == "experts"]
     assert [row for row in found.experts if row in told] == told
     for row in found.experts:
-        assert bool(woq_experts.weights(modules[row.module])) == (row.text == "quantized")
+        assert bool(woq_experts.owners(modules[row.module])) == (row.text == "quantized")
     linears = dict(model.named_modules(remove_duplicate=False))
     quantized = {n for n, m in linears.items() if isinstance(m, WoqLinearModule)}
     assert {row.module for row in found.linears if row.done} == quantized

@@ -24,15 +24,14 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.moe import (
-    check_expert_header,
     check_experts,
     check_quantized_expert,
     has_data,
     is_quantized,
+    plain_expert,
 )
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
-from ipex_core.packing.dense import FORMATS, read_header
 
 Tensor = torch.Tensor
 
@@ -331,7 +330,7 @@ def _fused_experts(
         rows: Tensor, names: tuple[str, str], packed: tuple[Tensor, Tensor], size: int, index: int
     ) -> Tensor:
         first, second = (
-            _plain(name, weight, index, n, k, hidden_states.dtype, gated)
+            plain_expert("fused_experts", name, weight, index, n, k, hidden_states.dtype, gated)
             for name, weight, n, k, gated in (
                 (names[0], packed[0], size * (1 + pair), hidden, pair),
                 (names[1], packed[1], hidden, size, False),
@@ -354,30 +353,6 @@ def _fused_experts(
         out = expert(x, names, (shared_w13, shared_w2), shared_intermediate_size, 0)
         y = y + (out if shared_weights is None else out * shared_weights[:, None].to(x.dtype))
     return y.to(hidden_states.dtype)
-
-
-def _plain(
-    name: str, packed: Tensor, index: int, n: int, k: int, dtype: torch.dtype, gated: bool
-) -> Tensor:
-    """Return the weight ``[n, k]`` of an expert."""
-    op = "fused_experts"
-    if is_quantized(packed):
-        layout = check_quantized_expert(op, name, packed, index, n, k, gated)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        weight = woq.dequantize(packed[index], layout, wide)
-        return _experts.deinterleave(weight[None], n // 2)[0] if gated else weight
-    stored = _stored_dtype(packed[index], dtype)
-    check_expert_header(op, name, packed[index], n, k, stored, gated)
-    return _experts.unpack(packed[index : index + 1], n, k, stored, gated)[0]
-
-
-def _stored_dtype(packed: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype the weight should have; under float64, a check in higher precision, the one it has."""
-    if dtype != torch.float64:
-        return dtype
-    header = read_header(packed)
-    assert header is not None
-    return next(d for d, f in FORMATS.items() if f == header[0])
 
 
 def _check(a: Arguments) -> None:
@@ -482,7 +457,12 @@ def _stock_args(
     """Plain weights in the dtype of x: stock has no other experts."""
     hidden = x.shape[1]
     plain = [
-        torch.stack([_plain(name, w, e, n, k, x.dtype, gated).to(x.dtype) for e in range(len(w))])
+        torch.stack(
+            [
+                plain_expert("fused_experts", name, w, e, n, k, x.dtype, gated).to(x.dtype)
+                for e in range(len(w))
+            ]
+        )
         for name, w, n, k, gated in (
             ("w13", w13, 2 * inner, hidden, True),
             ("w2", w2, hidden, inner, False),

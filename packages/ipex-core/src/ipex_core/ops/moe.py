@@ -372,6 +372,24 @@ def check_expert_header(
     )
 
 
+def plain_expert(
+    op: str, name: str, packed: Tensor, index: int, n: int, k: int, dtype: torch.dtype, gated: bool
+) -> Tensor:
+    """Return the weight ``[n, k]`` of an expert; in float32, or float64 as ``dtype`` is, if it is quantized."""
+    if is_quantized(packed):
+        layout = check_quantized_expert(op, name, packed, index, n, k, gated)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        weight = woq.dequantize(packed[index], layout, wide)
+        return _experts.deinterleave(weight[None], n // 2)[0] if gated else weight
+    stored = dtype
+    if dtype == torch.float64:  # a check in higher precision: the dtype that the weight has
+        header = read_header(packed[index])
+        assert header is not None
+        stored = next(d for d, f in FORMATS.items() if f == header[0])
+    check_expert_header(op, name, packed[index], n, k, stored, gated)
+    return _experts.unpack(packed[index : index + 1], n, k, stored, gated)[0]
+
+
 def _pack(weight: Tensor, gated: bool = False) -> Tensor:
     """Pack the weights of all experts for `fused_experts`.
 

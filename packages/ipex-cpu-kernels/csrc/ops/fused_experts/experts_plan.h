@@ -51,7 +51,7 @@ struct SortedPairs {
   std::vector<int32_t> tokens;
   std::vector<float> weights;
 
-  // `ids` have been checked.
+  // `ids` have been checked. Without values all weights are 1.
   SortedPairs(const ExpertIds& ids, const void* values, ScalarType dtype, int64_t count,
               int64_t top_k) {
     std::vector<int64_t> place(static_cast<size_t>(ids.local) + 1, 0);
@@ -74,7 +74,7 @@ struct SortedPairs {
       if (e < 0) continue;
       const auto at = static_cast<size_t>(place[static_cast<size_t>(e) + 1]++);
       tokens[at] = static_cast<int32_t>(i / top_k);
-      weights[at] = weight_at(values, dtype, i);
+      weights[at] = values ? weight_at(values, dtype, i) : 1.0f;
     }
   }
 };

@@ -17,7 +17,7 @@
 namespace ipex {
 namespace {
 
-constexpr const char* kWoqOp = "fused_experts";
+constexpr const char* kWoqOp = "fused_experts";  // and of expert_linear
 const Kernel<decltype(ipex_k_woq_operand)> woq_operand_kernel(kWoqOp, "ipex_k_woq_operand");
 const Kernel<decltype(ipex_k_experts_add)> add_kernel(kWoqOp, "ipex_k_experts_add");
 const auto woq_prepare_kernels = IPEX_KERNELS(kWoqOp, woq_prepare);
@@ -29,10 +29,10 @@ const auto square_kernels = IPEX_KERNELS(kWoqOp, experts_square);
 // Rows that share decoded panels.
 constexpr int64_t kWoqRows = 768;
 
-WoqCompute parse_lowp(const std::string& mode, ScalarType dtype, bool quantized) {
+WoqCompute parse_lowp(const char* op, const std::string& mode, ScalarType dtype, bool quantized) {
   const bool known = mode == "none" || mode == "fp16" || mode == "bf16";
-  IPEX_CHECK(known, kWoqOp, ": lowp_mode must be one of none, fp16, bf16, got ", mode);
-  IPEX_CHECK(quantized || mode == "none", kWoqOp,
+  IPEX_CHECK(known, op, ": lowp_mode must be one of none, fp16, bf16, got ", mode);
+  IPEX_CHECK(quantized || mode == "none", op,
              ": lowp_mode must be none for weights that are not quantized, got ", mode);
   if (mode == "fp16" || (mode == "none" && dtype == ScalarType::Half)) return WoqCompute::kHalf;
   if (mode == "bf16" || (mode == "none" && dtype == ScalarType::BFloat16))
@@ -155,10 +155,16 @@ class WoqExperts {
     int64_t bytes = 0;
     for (size_t j = 0; j < jobs.size(); ++j) {
       const ExpertJob& job = jobs[j];
-      ups_[j].init(job.w13, job.rows, job.inner, compute);
       downs_[j].init(job.w2, job.rows, args.hidden, compute);
-      bytes += ups_[j].bytes() + downs_[j].bytes() + gathered_bytes(job, element);
+      bytes += downs_[j].bytes();
       most_rows_ = std::max(most_rows_, job.rows);
+      Epilogue& down = downs_[j].args.epilogue;
+      down.bias = as_float(job.w2_bias, args.w2_bias_is_f32, args.hidden, false);
+      down.bias_is_f32 = true;
+      work_ += job.rows * job.inner;
+      if (!job.w13) continue;
+      ups_[j].init(job.w13, job.rows, job.inner, compute);
+      bytes += ups_[j].bytes() + gathered_bytes(job, element);
       Epilogue& up = ups_[j].args.epilogue;
       up.gated = gated;
       up.activation = kNames[static_cast<int>(args.activation)];
@@ -167,19 +173,19 @@ class WoqExperts {
       const int64_t up_rows = gated ? 2 * job.inner : job.inner;
       up.bias = as_float(job.w13_bias, args.w13_bias_is_f32, up_rows, gated);
       up.bias_is_f32 = true;
-      Epilogue& down = downs_[j].args.epilogue;
-      down.bias = as_float(job.w2_bias, args.w2_bias_is_f32, args.hidden, false);
-      down.bias_is_f32 = true;
     }
     char* memory = Scratch<Area::kExpertsWoq>::get(std::max<int64_t>(64, bytes));
     IPEX_CHECK(memory, kWoqOp, ": out of memory");
     for (size_t j = 0; j < jobs.size(); ++j) {
       const ExpertJob& job = jobs[j];
-      ups_[j].memory = memory;
-      memory += ups_[j].bytes();
       downs_[j].memory = memory;
       memory += downs_[j].bytes();
       WoqLinearArgs &up = ups_[j].args, &down = downs_[j].args;
+      down.x = job.middle;
+      down.x_stride = job.middle_stride;
+      if (!job.w13) continue;
+      ups_[j].memory = memory;
+      memory += ups_[j].bytes();
       up.x = memory;
       up.x_stride = x.columns;
       memory += gathered_bytes(job, element);
@@ -189,8 +195,6 @@ class WoqExperts {
         up.x_stride = x.stride;
       }
       up.y = job.middle;
-      down.x = job.middle;
-      down.x_stride = job.middle_stride;
     }
     const ScalarType products = compute == WoqCompute::kFloat  ? ScalarType::Float
                                 : compute == WoqCompute::kHalf ? ScalarType::Half
@@ -199,15 +203,18 @@ class WoqExperts {
     limited_ = most_rows_ >= kComputeBound && uses_tiles(products);
   }
 
+  // Both products, or the second one alone of jobs without w13: their rows are what it reads.
   void run() {
     woq_prepare_kernels.visit(dtype_, [&]<class>(auto* prepare) {
       const auto grain =
           std::max<int64_t>(1, 65536 / (args_.hidden * std::max<int64_t>(1, most_rows_)));
-      each_job(grain, [&](size_t j) {
-        gather(j);
-        ups_[j].prepare(prepare, same_type_);
-      });
-      first_product();
+      if (!jobs_.empty() && jobs_[0].w13) {
+        each_job(grain, [&](size_t j) {
+          gather(j);
+          ups_[j].prepare(prepare, same_type_);
+        });
+        first_product();
+      }
       each_job(grain, [&](size_t j) { downs_[j].prepare(prepare, same_type_); });
     });
     second_product();
@@ -285,7 +292,6 @@ class WoqExperts {
         if (scratch) finish(task, task.row, task.rows);
       }
     });
-    work_ = tasks.work();
   }
 
   void second_product() {

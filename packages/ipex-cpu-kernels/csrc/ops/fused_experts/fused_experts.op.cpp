@@ -308,7 +308,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
   check_routed(given);
   check_shared(given);
   const Tensor ids = as_contiguous(topk_ids), weights = as_contiguous(topk_weights);
-  const WoqCompute compute = parse_lowp(lowp_mode, x.scalar_type(), quantized);
+  const WoqCompute compute = parse_lowp(kOp, lowp_mode, x.scalar_type(), quantized);
   const ExpertIds checked = check_ids(given, ids);
 
   Tensor y = new_contiguous_like(x);

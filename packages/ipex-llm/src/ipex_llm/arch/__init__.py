@@ -189,7 +189,7 @@ class AttentionPlan:
     qkv: (
         LinearPlan  # rows: all query heads, all key heads, all value heads; with `latent` see there
     )
-    output: LinearPlan
+    output: LinearPlan  # without modules where `experts` have it
     heads: int
     kv_heads: int
     head_dim: int
@@ -223,6 +223,9 @@ class AttentionPlan:
     value_dim: int | None = None
     key_bias: KeyBiasPlan | None = None
     difference: DifferencePlan | None = None
+    #: Experts without an activation that give queries, `gate_up` ``[E, kv_heads * head_dim, hidden]``, and read what
+    #: these attend to, `down`; `qkv` gives keys and values alone. A key head has a query of each expert (JetMoE).
+    experts: ExpertsPlan | None = None
 
     @property
     def value_width(self) -> int:
@@ -441,6 +444,9 @@ class ExpertsPlan:
     norms: ExpertNormsPlan | None = (
         None  # the experts read the stream; `shared` reads what others give to all
     )
+    added: tuple[nn.Module, str] | None = (
+        None  # module and name of a parameter [hidden]: added to what all give (JetMoE)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -607,6 +613,12 @@ class LayerPlan:
     shortcut: ExpertsPlan | None = None
 
     @property
+    def mixtures(self) -> list[ExpertsPlan]:
+        """The mixtures of experts of the layer."""
+        own = self.attention.experts if isinstance(self.attention, AttentionPlan) else None
+        return [one for one in (own, self.mlp, self.shortcut) if isinstance(one, ExpertsPlan)]
+
+    @property
     def cached(self) -> AttentionPlan | None:
         """The attention of the layer that has keys and values in the cache, or None."""
         if self.side is not None:
@@ -659,8 +671,7 @@ class DecoderPlan:
     @property
     def mixtures(self) -> list[ExpertsPlan]:
         """The mixtures of experts of the layers."""
-        every = (one for p in self.layers for one in (p.mlp, p.shortcut))
-        return [one for one in every if isinstance(one, ExpertsPlan)]
+        return [one for p in self.layers for one in p.mixtures]
 
     @property
     def pictures(self) -> list[PicturePlan]:
@@ -681,7 +692,7 @@ class DecoderPlan:
 
 
 def projections(plan: AttentionPlan | MixerPlan) -> tuple[LinearPlan, LinearPlan]:
-    """Return the linear layers before and behind an attention, or a block with a state."""
+    """Return the linear layers before and behind an attention, or a block with a state; see there for the latter."""
     return (plan.qkv if isinstance(plan, AttentionPlan) else plan.input), plan.output
 
 

@@ -479,9 +479,25 @@ def bias_of(module: Any) -> Tensor:
 def run_attention(plan: AttentionPlan | MixerPlan, x: Tensor) -> Tensor:
     """Attention, or a block with a state, of one sequence ``[T, hidden]``, causal."""
     if isinstance(plan, AttentionPlan):
+        if plan.experts is not None:
+            return _run_head_experts(plan, plan.experts, x)
         attended = run_norm(plan.output_norm, attend(plan, run_linear(plan.qkv, x)))
         return run_linear(plan.output, attended)
     return run_linear(plan.output, mix(plan, run_linear(plan.input, x)))
+
+
+def _run_head_experts(plan: AttentionPlan, experts: ExpertsPlan, x: Tensor) -> Tensor:
+    """Attention whose queries come from experts, and that gives what they read, of one sequence ``[T, hidden]``."""
+    x, shape = x.float(), (plan.kv_heads, plan.head_dim)
+    first, last = (part for part in (experts.gate_up, experts.down) if isinstance(part, Tensor))
+    weights, ids = _route(experts, x)
+    queries = torch.einsum("th,tknh->tkn", x, first.float()[ids.long()])
+    queries = queries.unflatten(-1, shape).transpose(1, 2).flatten(1)
+    attended = attend(plan, torch.cat([queries, run_linear(plan.qkv, x)], dim=-1))
+    attended = attended.unflatten(-1, (plan.kv_heads, experts.top_k, plan.head_dim))
+    attended = attended.transpose(1, 2).flatten(2)
+    y = torch.einsum("tkn,tkhn,tk->th", attended, last.float()[ids.long()], weights)
+    return y if experts.added is None else y + per_head(*experts.added)
 
 
 def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:
@@ -570,7 +586,7 @@ def run_experts(plan: ExpertsPlan, x: Tensor, h: Tensor | None = None) -> Tensor
         if plan.shared_gate is not None:
             shared = torch.sigmoid(run_linear(LinearPlan((plan.shared_gate,)), x)) * shared
         y = y + shared
-    return y
+    return y if plan.added is None else y + per_head(*plan.added)
 
 
 def run_routed(plan: ExpertsPlan, x: Tensor, routed: Tensor) -> Tensor:
@@ -656,7 +672,7 @@ def _run_layer(
         return h + _feed_forward(plan, run_norm(plan.mlp_norm, h), h, parallel)
     read = h if plan.side is None else h + _run_side(plan.side, h, embedded)
     x = run_norm(plan.input_norm, read)
-    if isinstance(plan.attention, AttentionPlan):
+    if isinstance(plan.attention, AttentionPlan) and plan.attention.experts is None:
         rows = run_linear(plan.attention.qkv, x)
         kept = {} if kept is None else kept
         kept[index] = rows

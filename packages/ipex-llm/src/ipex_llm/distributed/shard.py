@@ -205,6 +205,10 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
         raise OpArgumentError(
             "optimize: model must have layers that read text alone to be divided, got one that reads a picture"
         )
+    if a.experts is not None:
+        raise OpArgumentError(
+            "optimize: model must have projections that are linear layers to be divided, got experts in their places"
+        )
     if a.key_bias is not None or layer.gains is not None:
         raise OpArgumentError(
             "optimize: model must have scores of queries and keys alone to be divided, got a bias made of all values"

@@ -61,8 +61,8 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
     if plan.up is not None:
         return _pack_flat(store, plan, plan.up)
     if stacks is not None:
-        store._own += [(plan.module, name, packed) for name, packed in stacks.packed.items()]
-        w13, w2 = stacks.packed.values()
+        store._own += stacks.packed
+        w13, w2 = (packed for _, _, packed in stacks.packed)
         w13 = w13[: plan.experts]  # those behind give what they read
         return Experts(w13, w2, *_stacked_biases(store, plan), stacks.lowp)
     return _pack_stacked(store, plan)
@@ -81,7 +81,7 @@ def check_experts(plan: ExpertsPlan, form: Callable[[nn.Module], object]) -> Non
     gate_up, down = plan.gate_up, plan.down
     if not isinstance(gate_up, tuple) or not isinstance(down, tuple):
         owners = _owners(plan)
-        known = form(plan.module) is not None or woq_experts.weights(plan.module)
+        known = form(plan.module) is not None or woq_experts.owners(plan.module)
         if not known and not {id(gate_up), id(down)} <= owners.keys():
             raise UnsupportedPlan(_ELSEWHERE)
         return

@@ -203,21 +203,10 @@ def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Registe
     """Write experts, with what all tokens share of them; ``h`` is the stream, ``x`` the norm of it."""
     b, norms = writer.b, mlp.norms
     assert w.router is not None and w.experts is not None
-    correction, plain, routed = mlp.correction_bias, x, x
+    plain, routed = x, x
     if norms is not None:
         x, routed = writer.norm(norms.input, h), writer.norm(norms.router, h)
-    weights, ids = b.call(
-        "moe_routing",
-        writer.linear(w.router, routed),
-        mlp.top_k,
-        mlp.renormalize,
-        mlp.scoring,
-        mlp.groups,
-        mlp.top_groups,
-        None if correction is None else b.constant(correction.detach().float()),
-        mlp.routed_scale,
-        mlp.jitter,
-    )
+    weights, ids = routing(writer, mlp, w.router, routed)
     if mlp.expert_scales is not None:
         table = b.constant(mlp.expert_scales.detach().float().view(-1, 1))
         factors = b.call("reshape", b.call("embedding", table, ids), [0, mlp.top_k])
@@ -242,6 +231,7 @@ def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Registe
         y = _with_identities(writer, mlp, y, x, weights, ids)
     if w.exit is not None:
         y = writer.linear(w.exit, y)
+    y = with_added(writer, mlp, y)
     if mlp.shared is None:
         return y
     inner = write_inner(writer, mlp.shared, w.mlp, plain)
@@ -256,6 +246,36 @@ def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Registe
     own = b.call("mul", writer.linear(w.mlp[-1], inner), _like(writer, factor))
     result: Register = b.call("add", own, y)
     return result
+
+
+def with_added(writer: Any, mlp: ExpertsPlan, y: Register) -> Register:
+    """Write what experts give with the parameter that is added to it."""
+    if mlp.added is None:
+        return y
+    module, name = mlp.added
+    added = writer.e.store.constant(module, name, getattr(module, name))
+    result: Register = writer.b.call("add", y, writer.b.constant(added))
+    return result
+
+
+def routing(
+    writer: Any, mlp: ExpertsPlan, router: Linear, x: Register
+) -> tuple[Register, Register]:
+    """Write which experts rows go to; return their weights and ids."""
+    correction, b = mlp.correction_bias, writer.b
+    weights, ids = b.call(
+        "moe_routing",
+        writer.linear(router, x),
+        mlp.top_k,
+        mlp.renormalize,
+        mlp.scoring,
+        mlp.groups,
+        mlp.top_groups,
+        None if correction is None else b.constant(correction.detach().float()),
+        mlp.routed_scale,
+        mlp.jitter,
+    )
+    return weights, ids
 
 
 def _with_identities(

@@ -66,7 +66,9 @@ from ipex_llm.model_runner.feed_forward import (
     activated,
     check_activation,
     check_mlp,
+    routing,
     together,
+    with_added,
     write_experts,
     write_inner,
 )
@@ -116,6 +118,7 @@ class LayerWeights:
     picture: Picture | None = None
     shortcut: LayerWeights | None = None
     key_bias: Linear | None = None
+    heads: LayerWeights | None = None
 
 
 class Emitter:
@@ -158,13 +161,18 @@ class Emitter:
         attention = layer.attention
         packed = LayerWeights()
         if attention is not None:
-            packed.qkv, packed.output = map(store.linear, projections(attention))
+            first, last = projections(attention)
+            packed.qkv = store.linear(first)
+            packed.output = store.linear(last) if last.modules else None
         if attention is None:
             pass
         elif not isinstance(attention, AttentionPlan):
             packed.mixer = pack_mixer(store, attention)
         elif attention.latent is not None:
             packed.latent = pack_latent(store, attention)
+        elif attention.experts is not None:
+            packed.heads = LayerWeights()
+            self._pack_experts(packed.heads, attention.experts)
         elif attention.key_bias is not None:
             packed.key_bias = store.linear(attention.key_bias.linear)
         if layer.beside is not None:
@@ -258,11 +266,12 @@ class Emitter:
     def linears(self) -> Iterator[PackedLinear]:
         """Yield the packed weights of the layers, but for routers and experts."""
         for layer, packed in zip(self.plan.layers, self.layers, strict=True):
-            if packed.qkv is not None and packed.output is not None:
+            if packed.qkv is not None:
                 assert layer.attention is not None
                 first, last = projections(layer.attention)
                 yield PackedLinear(packed.qkv, (first,), False)
-                yield PackedLinear(packed.output, (last,), False)
+                if packed.output is not None:
+                    yield PackedLinear(packed.output, (last,), False)
             if isinstance(layer.attention, DeltaPlan) and layer.attention.up is not None:
                 assert packed.mixer is not None and packed.mixer.up is not None
                 for one, part in zip(packed.mixer.up, layer.attention.up, strict=True):
@@ -388,7 +397,8 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     for layer in plan.layers:
         latent, mlp = latent_of(layer.attention), layer.mlp
         for linear in () if layer.attention is None else projections(layer.attention):
-            yield (linear,), False
+            if linear.modules:
+                yield (linear,), False
         if isinstance(layer.attention, AttentionPlan) and layer.attention.key_bias is not None:
             yield (layer.attention.key_bias.linear,), False
         if isinstance(layer.attention, DeltaPlan):
@@ -706,7 +716,6 @@ class Writer:
             h = self._kept(x, layer.residual_factors[0])
         h = self._gained(layer, 0, h)
         attended = self.attention(index, attention, w, x)
-        assert w.output is not None
         if layer.beside is not None:
             h = self._beside(index, layer.beside, w.beside, x, h)
         if layer.parallel:
@@ -755,13 +764,15 @@ class Writer:
     def _block(
         self,
         layer: LayerPlan,
-        last: Linear,
+        last: Linear | None,
         x: Register,
         norm: NormPlan | None,
         h: Register,
         **post: Any,
     ) -> tuple[Register, Register | None]:
         """Write a block's last linear layer: added to the stream by it, or pending."""
+        if last is None:
+            return h, self._scaled(layer, norm, x)
         alone = norm is None and layer.residual_scale == 1.0 and last.factors is None
         if alone and self.plan.parallel is None:
             return self.linear(last, x, residual=h, **post), None
@@ -805,18 +816,44 @@ class Writer:
     def attention(
         self, index: int, a: AttentionPlan | MixerPlan, w: LayerWeights, x: Register
     ) -> Register:
-        """Write an attention, or a block with a state, but for its output projection."""
+        """Write an attention, or a block with a state, but for its output projection if it is a linear layer."""
         assert w.qkv is not None
         qkv = self.linear(w.qkv, x)
         if not isinstance(a, AttentionPlan):
             assert w.mixer is not None
             return write_mixer(self, index, a, w.mixer, qkv)
+        if a.experts is not None:
+            return self._head_experts(index, a, a.experts, w.heads, x, qkv)
         if a.clip_qkv is not None:
             qkv = self.b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
         if w.latent is not None:
             return write_latent(self, index, a, qkv, w.latent)
         y = write_attention(self, index, a, qkv, w.key_bias)
         return y if a.output_norm is None else self.norm(a.output_norm, y)
+
+    def _head_experts(
+        self,
+        index: int,
+        a: AttentionPlan,
+        plan: ExpertsPlan,
+        w: LayerWeights | None,
+        x: Register,
+        kv: Register,
+    ) -> Register:
+        """Write an attention whose queries come from experts, with what they make of what these attend to."""
+        assert w is not None and w.router is not None and w.experts is not None
+        b, e, width, count = self.b, w.experts, a.kv_heads * a.head_dim, plan.top_k
+        weights, ids = routing(self, plan, w.router, x)
+        queries = b.call("expert_linear", x, b.constant(e.w13), ids, width, lowp_mode=e.lowp)
+        # In the program the queries of a key head lie side by side, for experts those of one expert.
+        queries = b.call("reshape", queries, [0, count, a.kv_heads, a.head_dim])
+        queries = b.call("reshape", b.call("transpose", queries, 1, 2), [0, count * width])
+        attended = write_attention(self, index, a, b.call("cat", [queries, kv], 1))
+        attended = b.call("reshape", attended, [0, a.kv_heads, count, a.head_dim])
+        attended = b.call("reshape", b.call("transpose", attended, 1, 2), [0, count, width])
+        size = self.plan.hidden_size
+        y = b.call("expert_linear", attended, b.constant(e.w2), ids, size, weights, e.lowp)
+        return with_added(self, plan, y)
 
     def mlp(
         self, layer: LayerPlan, w: LayerWeights, x: Register, h: Register

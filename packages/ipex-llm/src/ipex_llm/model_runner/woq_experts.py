@@ -2,7 +2,8 @@
 """Stacked experts with quantized weights.
 
 A module that has the weights of all experts as two 3-D parameters gets two packed tensors for them, in the form that
-``fused_experts`` takes, and computes with that op. Its attributes with the names of the parameters stay: weights that
+``fused_experts`` takes, and computes with that op. Where two parts of a module have one parameter each, each gets a
+packed tensor. Its attributes with the names of the parameters stay: weights that
 are dequantized, one expert at a time where that is all somebody asks for, when they are computed with. As with
 quantized linear layers, they are no parameters, and a state dict has codes and scales.
 """
@@ -161,7 +162,11 @@ class _Experts(nn.Module):
     def _has_op(self, given: list[Any]) -> bool:
         """Return whether these are rows, ids and weights of a routing, in this order."""
         state: _State = record_of(self).experts
-        if len(given) != 3 or not all(isinstance(value, Tensor) for value in given):
+        if (
+            len(given) != 3
+            or len(state.stacks) != 2
+            or not all(isinstance(value, Tensor) for value in given)
+        ):
             return False
         x, ids, weights = given
         return (
@@ -267,13 +272,24 @@ def _names(plan: ExpertsPlan, *values: Any) -> list[str | None]:
     return [names.get(id(value)) for value in values]
 
 
+def _owners(plan: ExpertsPlan) -> list[tuple[nn.Module, str]]:
+    """Return modules and names of the weights: both of the module of the experts, or one of each of two parts of it."""
+    first, last = _names(plan, plan.gate_up, plan.down)
+    if first is not None and last is not None:
+        return [(plan.module, first), (plan.module, last)]
+    found = [(m, n, id(p)) for m in plan.module.children() for n, p in m._parameters.items()]
+    kept = [(m, n, i) for m, n, i in found if i in (id(plan.gate_up), id(plan.down))]
+    ordered = [i for _, _, i in kept] == [id(plan.gate_up), id(plan.down)]
+    return [(m, n) for m, n, _ in kept] if ordered else []
+
+
 def reason_against(plan: ExpertsPlan) -> str | None:
     """Return why stacked experts cannot be quantized, or None."""
     if isinstance(plan.gate_up, tuple):
         return "they are separate modules"
     if plan.up is not None:
         return "they lie behind each other in three matrices"
-    if None in _names(plan, plan.gate_up, plan.down):
+    if not _owners(plan):
         return "their weights are no parameters of their module"
     return None
 
@@ -300,51 +316,58 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     Raises:
         OpArgumentError: A weight is not finite.
     """
-    module = plan.module
-    stacks: dict[str, _Stack] = {}
-    made: dict[str, Tensor] = {}
-    pairs = zip(_names(plan, plan.gate_up, plan.down), (plan.gated, False), strict=True)
-    for key, gated in pairs:
-        assert key is not None
+    stacks: dict[nn.Module, dict[str, _Stack]] = {}
+    made: list[Tensor] = []
+    owners = _owners(plan)
+    for (module, key), gated in zip(owners, (plan.gated, False), strict=True):
         parameter = module._parameters[key]
         assert parameter is not None
         dtype, shape = parameter.dtype, tuple(parameter.shape)
         stack = _Stack(f"{key}_packed", shape, gated, plan.transposed, gated and plan.interleaved)
-        made[key] = stack.pack(_quantized(f"{name}.{key}", parameter.detach(), stack, qconfig))
-        stacks[key] = stack
-    for key, stack in stacks.items():
+        made.append(stack.pack(_quantized(f"{name}.{key}", parameter.detach(), stack, qconfig)))
+        stacks.setdefault(module, {})[key] = stack
+    for (module, key), rows in zip(owners, made, strict=True):
         parameter = module._parameters.pop(key)
         assert parameter is not None
         parameter.data = parameter.new_empty(0)  # plans still know it
-        module.register_buffer(stack.buffer, made[key], persistent=False)
+        module.register_buffer(stacks[module][key].buffer, rows, persistent=False)
     biases = _names(plan, plan.gate_up_bias, plan.down_bias)
     rule: Any = {"router": None, "router_weight": None, "module": None, "gate_up": None}
     rule |= {"down": None, "gate_up_bias": None, "down_bias": None, "router_bias": None}
     rule |= {"correction_bias": None, "shared": None, "shared_gate": None, "entry": None}
-    rule |= {"exit": None, "expert_scales": None, "norms": None}
+    rule |= {"exit": None, "expert_scales": None, "norms": None, "added": None}
     bare = dataclasses.replace(plan, **rule)
-    update(module, experts=_State(stacks, bare, (biases[0], biases[1]), qconfig, dtype))
-    swap(module, _Experts)
+    for module, own in stacks.items():
+        update(module, experts=_State(own, bare, (biases[0], biases[1]), qconfig, dtype))
+        swap(module, _Experts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacks:
-    """Packed weights of a module by the names of its buffers, gates and ups first, and their mode."""
+    """Packed weights, gates and ups first, with the module and the name of the buffer of each, and their mode."""
 
-    packed: dict[str, Tensor]
+    packed: list[tuple[nn.Module, str, Tensor]]
     lowp: str
 
 
 def packed(module: nn.Module) -> Stacks | None:
     """Return the packed weights of quantized experts, or None."""
-    state = record_of(module).experts
-    if not isinstance(state, _State):
-        return None
-    found: Any = {stack.buffer: module._buffers[stack.buffer] for stack in state.stacks.values()}
-    return Stacks(found, state.lowp)
+    found: Any = []
+    for owner, name in owners(module):
+        state: _State = record_of(owner).experts
+        buffer = state.stacks[name].buffer
+        found.append((owner, buffer, owner._buffers[buffer]))
+    return Stacks(found, state.lowp) if found else None
 
 
 def weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of a module that are quantized experts, gates and ups first."""
     state = record_of(module).experts
     return tuple(state.stacks) if isinstance(state, _State) else ()
+
+
+def owners(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
+    """Return modules and names of the weights that are quantized experts, of a module or of two parts of it."""
+    parts = (module,) if weights(module) else tuple(module.children())
+    found = tuple((part, name) for part in parts for name in weights(part))
+    return found if len(found) == 2 else ()

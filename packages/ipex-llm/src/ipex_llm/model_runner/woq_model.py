@@ -78,7 +78,7 @@ def choose(model: nn.Module, plan: DecoderPlan | None, config: Any) -> Choice:
     stacked: list[tuple[str, ExpertsPlan, QConfigWoq]] = []
     for mixture in found:
         name = paths.get(id(mixture.module), "")
-        if isinstance(mixture.gate_up, tuple) or woq_experts.weights(mixture.module):
+        if isinstance(mixture.gate_up, tuple) or woq_experts.owners(mixture.module):
             continue  # linear layers as all others, or quantized already
         reason = woq_experts.reason_against(mixture)
         qconfig = woq_qconfig_of(config, name, mixture.module)
@@ -193,8 +193,8 @@ def _remap(plan: Plan, modules: dict[int, nn.Module]) -> Plan:
             isinstance(m, WoqLinearModule) for m in changes["modules"]
         ):
             changes["transposed"] = False
-        if isinstance(value, ExpertsPlan) and (names := woq_experts.weights(value.module)):
-            gate_up, down = (getattr(value.module, name) for name in names)
+        if isinstance(value, ExpertsPlan) and (owners := woq_experts.owners(value.module)):
+            gate_up, down = (getattr(owner, name) for owner, name in owners)
             changes |= {"gate_up": gate_up, "down": down}
         return dataclasses.replace(value, **changes)
 

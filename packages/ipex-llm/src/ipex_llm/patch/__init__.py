@@ -14,7 +14,14 @@ from ipex_core.module_swap.base import as_original, original_class, restore_clas
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.module_swap.state_dict import update as update_core
 from ipex_core.packing.parameter import PackedWeight
-from ipex_llm.arch import DecoderPlan, ExpertsPlan, MlpPlan, linear_modules
+from ipex_llm.arch import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    MlpPlan,
+    linear_modules,
+    projections,
+)
 from ipex_llm.arch.detect import Found, layer_plans, parameter_names
 from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.distributed import parallel_plan
@@ -121,7 +128,10 @@ def row_dtype(
         output: nn.Module = block.router
     else:
         assert block is not None
-        output = (block.down if isinstance(block, MlpPlan) else block.output).modules[0]
+        last = block.down if isinstance(block, MlpPlan) else projections(block)[1]
+        if isinstance(block, AttentionPlan) and block.experts is not None:
+            last = block.qkv
+        output = last.modules[0]
     weight = output._parameters.get("weight") if form(output) is None else None
     if weight is None or not weight.is_floating_point():
         weight = plan.embedding._parameters["weight"]

@@ -192,6 +192,8 @@ def _found(layer: MatchedLayer) -> Found:
     reason = ""
     if attention.gated:
         reason = "what it attends to is gated"
+    elif attention.experts is not None:
+        reason = "its projections are experts"
     elif not {"past_key_values", "past_key_value", "cache"}.intersection(names):
         reason = "its forward takes no past_key_values"
     elif not isinstance(index, int):

@@ -132,7 +132,8 @@ def _order_parts(
     return [*parts, *(m for name, m in inner if _GATE.match(name))]
 
 
-def _head_dim(config: Config, attention: nn.Module, width: int) -> int:
+def head_dim_of(config: Config, attention: nn.Module, width: int) -> int:
+    """Return the features of a head of an attention that makes `width` of them."""
     for owner in (attention, *attention.children()):
         for name in (
             "head_dim",
@@ -270,7 +271,7 @@ def match_attention(
     difference = _difference(trace, attention, norms)
     behind = behind if difference is None else difference.norm.module
     found = _narrow_values(trace, config, attention, parts, width)
-    head_dim = found.head_dim if found else _head_dim(config, attention, width)
+    head_dim = found.head_dim if found else head_dim_of(config, attention, width)
     heads = width // (found.value_dim if found else head_dim)
     if len(parts) == 1 and trace.output(parts[0]).shape[-1] == width:
         return _match_shared(trace, attention, parts[0], output, head_dim, earlier or {})
@@ -796,7 +797,7 @@ def match_picture(trace: Trace, config: Config, layer: nn.Module) -> PicturePlan
     if first is None or second is None or len(norms) != 2 or not isinstance(mlp, MlpPlan):
         raise trace.error(layer, "has not a norm before each of two dense blocks")
     width, rows = trace.output(query).shape[-1], trace.input(key)
-    size = _head_dim(config, block, width)
+    size = head_dim_of(config, block, width)
     query_norm, key_norm, _, _ = _norms(trace, block, size)
     base = PicturePlan(
         module=layer,

@@ -37,6 +37,7 @@ from ipex_llm.arch.detect.attention import (
     reads_picture,
 )
 from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
+from ipex_llm.arch.detect.head_experts import has_head_experts, match_head_experts
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import (
     activations_of,
@@ -189,11 +190,13 @@ def match_layer(
         module, attention = mixer, match_mixer(trace, config, mixer)
     elif is_latent(module):
         attention = match_latent(trace, config, decoder, module, index)
+    elif has_head_experts(module):
+        attention = match_head_experts(trace, config, decoder, module, index)
     else:
         attention = match_attention(trace, config, decoder, module, index, hint, earlier)
     first, last = projections(attention)
     attention_in = trace.input(first.modules[0])
-    attention_out = trace.output(last.modules[0])
+    attention_out = trace.output(last.modules[0] if last.modules else module)
     if beside is not None:
         assert mixer is not None and isinstance(attention, AttentionPlan)
         attention, beside = _scaled(trace, config, layer, attention, beside, trace.input(mixer))
@@ -590,7 +593,9 @@ def match_layers(
             earlier[index] = attention
         if attention is None:
             pass
-        elif attention.latent is None and not any(_alike(attention, old) for old in hint):
+        elif attention.latent is attention.experts is None and not any(
+            _alike(attention, old) for old in hint
+        ):
             hint.append(attention)
         yield layer, found
 

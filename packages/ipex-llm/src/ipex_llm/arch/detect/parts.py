@@ -455,6 +455,32 @@ def _flat(trace: Trace, block: nn.Module, hidden: int) -> _Weights | None:
     return _Weights(owner, gate, down, experts, sizes=(gate.shape[0] // experts,), up=up)
 
 
+def stacked_weights(block: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weights of all experts in the two parts of a block that have them (Granite MoE), or None."""
+    parts = (getattr(block, name, None) for name in ("input_linear", "output_linear"))
+    first, last = (getattr(part, "weight", None) for part in parts)
+    return first, last
+
+
+def added_by(block: nn.Module, hidden: int) -> tuple[nn.Module, str] | None:
+    """Return module and name of a parameter that a block with experts adds to what they give (JetMoE), or None."""
+    bias = block._parameters.get("bias")
+    return (block, "bias") if bias is not None and list(bias.shape) == [hidden] else None
+
+
+def top_k_of(trace: Trace, block: nn.Module, owners: Sequence[Any]) -> int:
+    """Return to how many experts a token goes.
+
+    Raises:
+        MatchError: No owner tells it.
+    """
+    names = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+    top_k = _find(owners, *names)
+    if not top_k:
+        raise trace.error(block, "does not tell how many experts a token goes to")
+    return int(top_k)
+
+
 def _stacked(block: nn.Module, hidden: int) -> _Weights | None:
     experts = getattr(block, "experts", block)
     up = getattr(experts, "gate_up_proj", None)
@@ -463,8 +489,7 @@ def _stacked(block: nn.Module, hidden: int) -> _Weights | None:
     if not gated:
         up = experts.up_proj
     if not isinstance(up, Tensor):
-        up = getattr(getattr(experts, "input_linear", None), "weight", None)
-        down = getattr(getattr(experts, "output_linear", None), "weight", None)
+        up, down = stacked_weights(experts)
     if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.ndim != 3:
         return None
     both, sizes = [], []
@@ -504,7 +529,12 @@ def _listed(trace: Trace, block: nn.Module) -> _Weights:
     return _Weights(experts, (*gates, *ups), tuple(downs), len(gates), sizes=(size,))
 
 
-def _router(trace: Trace, block: nn.Module, experts: int, hidden: int) -> nn.Module:
+def router_of(trace: Trace, block: nn.Module, experts: int, hidden: int) -> nn.Module:
+    """Return the linear layer, or another module with a weight, that chooses experts.
+
+    Raises:
+        MatchError: There is none with a weight ``[experts, hidden]``.
+    """
     for name in ("router", "gate", "gating"):
         owner = getattr(block, name, None)
         if not isinstance(owner, nn.Module):
@@ -534,7 +564,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     entry, last = _around(trace, block, x)
     width = hidden if entry is None else trace.output(entry.modules[0]).shape[-1]
     weights = _stacked(block, width) or _flat(trace, block, width) or _listed(trace, block)
-    router = _router(trace, block, weights.experts + weights.zeros, hidden)
+    router = router_of(trace, block, weights.experts + weights.zeros, hidden)
     outer = getattr(block, "router", None) or getattr(block, "gate", None)
     routed = None
     if trace.ran(router) and trace.ran(weights.module) and not same(trace.input(router), x):
@@ -545,10 +575,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
             trace.output(weights.module),
         )
     owners = [router, outer, block, config.raw]
-    names_of_k = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
-    top_k = _find(owners, *names_of_k)
-    if not top_k:
-        raise trace.error(block, "does not tell how many experts a token goes to")
+    top_k = top_k_of(trace, block, owners)
     groups = _find(owners, "num_group", "n_group") or 0
     shared, shared_gate = _shared(trace, block)
     inside = [module for owner in owners[:2] if owner is not None for module in owner.modules()]
@@ -580,7 +607,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         gate_up_bias=weights.gate_up_bias,
         down_bias=weights.down_bias,
         experts=weights.experts,
-        top_k=int(top_k),
+        top_k=top_k,
         intermediate_size=0,
         activation="silu",
         scoring="softmax",
@@ -597,6 +624,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         entry=entry,
         exit=last,
         expert_scales=scales if isinstance(scales, Tensor) else None,
+        added=added_by(block, hidden),
     )
     scale = float(_find(owners, "routed_scaling_factor", "router_scaling_factor") or 1.0)
     candidates = _expert_candidates(plan, weights, names, scale)

@@ -155,6 +155,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.output.added is None,
         plan.key_bias is None,
         plan.difference is None,
+        plan.experts is None,
     )
 
 
@@ -190,6 +191,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
             mlp.expert_scales is None,
             mlp.up is None,
             mlp.zeros > 0,
+            mlp.added is None,
         ]
     elif mlp is not None:
         parts += [mlp.gate is None, mlp.fused, mlp.cutoff is None, mlp.learned is None]
@@ -316,8 +318,7 @@ def _texts(case: _Case, plans: Sequence[LayerPlan]) -> int:
     from ipex_llm.arch.reference import _route
     from ipex_llm.optimization.proof.probes import _ids
 
-    every = (one for plan in plans for one in (plan.mlp, plan.shortcut))
-    mixtures = [one for one in every if isinstance(one, ExpertsPlan)]
+    mixtures = [one for plan in plans for one in plan.mixtures]
     if not mixtures:
         return 1
     taken: list[set[int]] = [set() for _ in mixtures]
