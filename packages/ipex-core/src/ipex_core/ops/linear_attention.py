@@ -728,3 +728,141 @@ register(
         summary="Selective scan of Mamba of texts back to back, with their states in a cache",
     )
 )
+
+
+# --- RWKV -------------------------------------------------------------------------------------------------------------
+
+
+def _wkv(
+    x: Tensor,
+    k: Tensor,
+    decay: Tensor,
+    first: Tensor,
+    state: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Run the recurrence of RWKV for texts back to back: means of the values so far, channel by channel.
+
+    Row t counts with the weight ``exp(k[t])``, which is multiplied with ``exp(decay)`` in each row behind the next one;
+    in row t itself it counts with ``exp(k[t] + first)``::
+
+        y = (P + exp(k + first) * x) / (W + exp(k + first))
+        P = exp(decay) * P + exp(k) * x
+        W = exp(decay) * W + exp(k)
+
+    The sums P and W are kept as ``exp(-M) * P``, ``exp(-M) * W`` and ``M``, the largest exponent so far, so that
+    weights may be of any size.
+
+    Args:
+        x: ``[T, E]``, the values, float32, bfloat16 or float16; rows may lie apart.
+        k: ``[T, E]`` in the dtype of ``x`` or float32.
+        decay: float32 ``[E]``, negative.
+        first: float32 ``[E]``.
+        state: float32 ``[S, 3, E]``, contiguous: the sums and M. Overwritten in the rows ``slots``.
+        query_starts: int32 ``[B + 1]``, where each text begins in the rows, and T.
+        lengths: int32 ``[B]``, rows that each text has had, with the new ones. A text begins, with sums of zero, if
+            these are all.
+        slots: int32 ``[B]``, the row of ``state`` that belongs to each text; no two are equal.
+
+    Returns:
+        ``[T, E]``, contiguous, in the dtype of ``x``; computed in float32.
+
+    Raises:
+        RuntimeError: For wrong dtypes, shapes, devices or numbers.
+
+    Source: Peng et al., "RWKV: Reinventing RNNs for the Transformer Era", 2023.
+    """
+    rows, keys, fades, extra = acc(x), acc(k), acc(decay), acc(first)
+    y = torch.empty_like(rows)
+    counts = (query_starts[1:] - query_starts[:-1]).tolist()
+    every = zip(slots.tolist(), lengths.tolist(), counts, strict=True)
+    begins = {slot for slot, length, count in every if length == count}
+    for begin, end, slot, past in _spans(state, query_starts, lengths, slots):
+        values, weights, most = acc(past).unbind(0)
+        if slot in begins:
+            most = torch.full_like(most, -1e38)
+        for t in range(begin, end):
+            now = keys[t] + extra
+            top = torch.maximum(most, now)
+            before, own = torch.exp(most - top), torch.exp(now - top)
+            y[t] = (before * values + own * rows[t]) / (before * weights + own)
+            faded = most + fades
+            most = torch.maximum(faded, keys[t])
+            before, own = torch.exp(faded - most), torch.exp(keys[t] - most)
+            values, weights = before * values + own * rows[t], before * weights + own
+        state[slot] = torch.stack([values, weights, most]).to(state.dtype)
+    return y.to(x.dtype)
+
+
+def _wkv_check(a: Arguments) -> None:
+    check_tensor(a.op, "x", a.x)
+    a.require(a.x.dim() == 2, "x", "be 2-D [T, E]", f"{a.x.dim()}-D")
+    rows, channels = a.x.shape
+    check_shaped(a.op, "k", a.k, [rows, channels], a.x, "x", or_float32=True)
+    for name in ("decay", "first"):
+        check_float32(a.op, name, getattr(a, name), [channels], a.x, "x")
+    _check_spans(a, rows, _check_state(a, a.x, [3, channels], "x"))
+
+
+def _wkv_inputs(
+    dtype: torch.dtype, counts: Sequence[int], channels: int, scale: float = 1.0
+) -> tuple[Any, ...]:
+    rows, states = sum(counts), len(counts) + 2
+    wide = randn(rows, 2 * channels, dtype=dtype, seed=130)
+    state = randn(states, 3, channels, seed=131)
+    state[:, 1].abs_().add_(0.1)
+    return (
+        wide[:, :channels],
+        wide[:, channels:] * scale,
+        -torch.exp(randn(channels, seed=132)),
+        randn(channels, seed=133),
+        state,
+        *_texts(counts),
+    )
+
+
+def _wkv_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for counts in _TEXTS:
+        for channels in (1, 64, 70, 9, 33):
+            name = f"{'+'.join(map(str, counts))}x{channels}"
+            yield Sample(_wkv_inputs(dtype, counts, channels), id=name)
+    yield Sample(_wkv_inputs(dtype, (9, 2), 40, 100.0), id="large_exponents")
+    plain = _wkv_inputs(dtype, (6, 2), 96)
+    yield Sample((plain[0], plain[1].float(), *plain[2:]), id="float32_keys")
+    x = plain[0].clone()
+    x[1, 3], x[3, 5], x[4, 90] = float("nan"), float("inf"), -float("inf")
+    yield Sample((x, *plain[1:]), id="special_values")
+    yield Sample(_wkv_inputs(dtype, (0,), 8), id="no_rows")
+
+
+def _wkv_bench() -> Iterator[BenchCase]:
+    for counts in ((1,), (1,) * 16, (512,)):
+        yield BenchCase(
+            f"{len(counts)}x{counts[0]}x4096",
+            lambda dtype, n=counts: _wkv_inputs(dtype, n, 4096),
+            lambda dtype, n=counts: (len(n) * 24 + 8) * 4096 + sum(n) * 3 * 4096 * dtype.itemsize,
+            # Per row: four exponentials (counted as one each), a quotient and the sums.
+            flops=20 * sum(counts) * 4096,
+            rotate=True,
+        )
+
+
+register(
+    OpSpec(
+        name="wkv_scan",
+        schema=(
+            "(Tensor x, Tensor k, Tensor decay, Tensor first, Tensor(s!) state,"
+            " Tensor query_starts, Tensor lengths, Tensor slots) -> Tensor"
+        ),
+        reference=_wkv,
+        check=_wkv_check,
+        fake=lambda a: a.x.new_empty(a.x.shape),
+        samples=_wkv_samples,
+        backward=None,
+        tolerance=SUM_TOLERANCE,
+        bench=_wkv_bench,
+        summary="Recurrence of RWKV of texts back to back, with their states in a cache",
+    )
+)

@@ -318,6 +318,71 @@ IPEX_INLINE void selective(const SelectiveArgs& args, int64_t begin, int64_t end
   }
 }
 
+// -- RWKV -----------------------------------------------------------------------------------------
+
+// kVecs vectors of channels, of which the first `count` channels are there. Sums are kept without
+// the factor of the largest weight so far: weights are exponentials of any numbers.
+template <int kVecs, class T>
+void means(const WkvArgs& args, int64_t text, int64_t channel, int64_t count) {
+  const int64_t start = args.texts.starts[text], last = args.texts.starts[text + 1];
+  const bool begins = args.texts.lengths[text] == last - start;
+  const f32v log2e = set1(kLog2E);
+  float* state = args.state + args.texts.slots[text] * 3 * args.channels + channel;
+  int64_t counts[kVecs];
+  f32v values[kVecs], weights[kVecs], most[kVecs], decay[kVecs], first[kVecs];
+  for (int j = 0; j < kVecs; ++j) {
+    const int64_t n = counts[j] = least(kLanes, count - j * kLanes), at = j * kLanes;
+    values[j] = begins ? zero() : load_n(state + at, n);
+    weights[j] = begins ? zero() : load_n(state + args.channels + at, n);
+    most[j] = begins ? set1(-1e38f) : load_n(state + 2 * args.channels + at, n);
+    decay[j] = load_n(args.decay + channel + at, n);
+    first[j] = load_n(args.first + channel + at, n);
+  }
+  for (int64_t t = start; t < last; ++t) {
+    const T* x = static_cast<const T*>(args.x) + t * args.x_row + channel;
+    T* to = static_cast<T*>(args.y) + t * args.channels + channel;
+#pragma GCC unroll 2
+    for (int j = 0; j < kVecs; ++j) {
+      const f32v value = load_n(x + j * kLanes, counts[j]);
+      const int64_t at = t * args.key.row + (channel + j * kLanes) * args.key.head;
+      const f32v key = load_either<T>(args.key.data, args.key.is_f32, at, counts[j]);
+      const f32v now = key + first[j], all = max(most[j], now);
+      const f32v past = decay2((most[j] - all) * log2e), own = decay2((now - all) * log2e);
+      const f32v mean = fma(own, value, past * values[j]) / fma(past, weights[j], own);
+      store_n(to + j * kLanes, mean, counts[j]);
+      const f32v faded = most[j] + decay[j];
+      most[j] = max(faded, key);
+      const f32v kept = decay2((faded - most[j]) * log2e);
+      const f32v added = decay2((key - most[j]) * log2e);
+      values[j] = fma(added, value, kept * values[j]);
+      weights[j] = fma(kept, weights[j], added);
+    }
+  }
+  for (int j = 0; j < kVecs; ++j) {
+    store_n(state + j * kLanes, values[j], counts[j]);
+    store_n(state + args.channels + j * kLanes, weights[j], counts[j]);
+    store_n(state + 2 * args.channels + j * kLanes, most[j], counts[j]);
+  }
+}
+
+template <class T>
+IPEX_INLINE void wkv(const WkvArgs& args, int64_t begin, int64_t end) {
+  const int64_t blocks = (args.channels + kRecurrenceColumns - 1) / kRecurrenceColumns;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t text = i / blocks;
+    if (args.texts.starts[text] == args.texts.starts[text + 1]) continue;
+    const int64_t first = i % blocks * kRecurrenceColumns;
+    const int64_t last = least(args.channels, first + kRecurrenceColumns);
+    for (int64_t c = first; c < last; c += 2 * kLanes) {
+      const int64_t count = least(2 * kLanes, last - c);
+      if (count > kLanes)
+        means<2, T>(args, text, c, count);
+      else
+        means<1, T>(args, text, c, count);
+    }
+  }
+}
+
 // -- the short convolution ------------------------------------------------------------------------
 
 // `count` channels of a text, 0 < count <= kLanes. kTaps is 0 for any number of taps.
@@ -390,6 +455,9 @@ IPEX_INLINE void convolutions(const VarlenConvArgs& args, int64_t begin, int64_t
   void ipex_k_selective_varlen_##suffix(const ipex::SelectiveArgs* args, int64_t begin,         \
                                         int64_t end, char* scratch) {                           \
     ipex::selective<T>(*args, begin, end, scratch);                                             \
+  }                                                                                             \
+  void ipex_k_wkv_scan_##suffix(const ipex::WkvArgs* args, int64_t begin, int64_t end) {        \
+    ipex::wkv<T>(*args, begin, end);                                                            \
   }                                                                                             \
   void ipex_k_causal_conv1d_varlen_##suffix(const ipex::VarlenConvArgs* args, int64_t begin,    \
                                             int64_t end, char* scratch) {                       \

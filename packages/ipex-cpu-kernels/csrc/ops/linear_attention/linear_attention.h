@@ -61,6 +61,19 @@ struct SelectiveArgs {
   int64_t channels, width;
 };
 
+// The recurrence of RWKV: weighted means of the values so far, channel by channel.
+struct WkvArgs {
+  Texts texts;
+  const void* x;  // [T, E], rows x_row elements apart
+  int64_t x_row;
+  HeadNumbers key;     // a head is a channel
+  const float* decay;  // [E]
+  const float* first;  // [E]
+  float* state;        // [S][3][E]: sum of values, sum of weights, logarithm of what both lack
+  void* y;             // [T][E]
+  int64_t channels;
+};
+
 struct VarlenConvArgs {
   Texts texts;
   const void* x;  // [T, D]
@@ -98,6 +111,7 @@ inline int64_t varlen_conv_scratch_bytes(int64_t taps) {
 // decays: rows and their heads [begin, end), counted through rows.
 // recurrence: blocks of kRecurrenceColumns values [begin, end), counted through texts and heads.
 // selective: blocks of kRecurrenceColumns channels [begin, end), counted through texts.
+// wkv: blocks of kRecurrenceColumns channels [begin, end), counted through texts.
 // conv: blocks of kVarlenChannels channels [begin, end), counted through texts.
 #define IPEX_DECLARE_LINEAR_ATTENTION(suffix)                                                      \
   IPEX_KERNEL_API void ipex_k_decays_##suffix(const ipex::RecurrenceArgs* args, int64_t begin,     \
@@ -106,6 +120,8 @@ inline int64_t varlen_conv_scratch_bytes(int64_t taps) {
                                                   int64_t end, char* scratch);                     \
   IPEX_KERNEL_API void ipex_k_selective_varlen_##suffix(                                           \
       const ipex::SelectiveArgs* args, int64_t begin, int64_t end, char* scratch);                 \
+  IPEX_KERNEL_API void ipex_k_wkv_scan_##suffix(const ipex::WkvArgs* args, int64_t begin,          \
+                                                int64_t end);                                      \
   IPEX_KERNEL_API void ipex_k_causal_conv1d_varlen_##suffix(                                       \
       const ipex::VarlenConvArgs* args, int64_t begin, int64_t end, char* scratch)
 IPEX_DECLARE_LINEAR_ATTENTION(f32);

@@ -15,12 +15,14 @@ constexpr char kConv[] = "causal_conv1d_varlen";
 constexpr char kDelta[] = "gated_delta_rule";
 constexpr char kScan[] = "ssd_scan";
 constexpr char kSelective[] = "selective_scan_varlen";
+constexpr char kWkv[] = "wkv_scan";
 
 // One kernel for both, under the name of each.
 const auto delta_kernels = IPEX_KERNELS(kDelta, recurrence);
 const auto decay_kernels = IPEX_KERNELS(kDelta, decays);
 const auto scan_kernels = IPEX_KERNELS(kScan, recurrence);
 const auto selective_kernels = IPEX_KERNELS(kSelective, selective_varlen);
+const auto wkv_kernels = IPEX_KERNELS(kWkv, wkv_scan);
 const auto conv_kernels = IPEX_KERNELS(kConv, causal_conv1d_varlen);
 
 // Numbers of a state that one task advances, at least: about a microsecond.
@@ -358,6 +360,45 @@ Tensor selective_scan_varlen(const Tensor& x0, const Tensor& dt, const Tensor& r
   return y;
 }
 
+Tensor wkv_scan(const Tensor& x0, const Tensor& key0, const Tensor& decay, const Tensor& first,
+                const Tensor& state, const Tensor& starts, const Tensor& lengths,
+                const Tensor& slots) {
+  check_tensor(kWkv, "x", x0);
+  IPEX_CHECK(x0.dim() == 2, kWkv, ": x must be 2-D [T, E], got ", x0.dim(), "-D");
+  const int64_t rows = x0.size(0), channels = x0.size(1);
+  check_shaped(kWkv, "k", key0, {rows, channels}, x0, "x", true);
+  const PerHead own_decay(kWkv, "decay", decay, {channels}, "x");
+  const PerHead own_first(kWkv, "first", first, {channels}, "x");
+  const int64_t states = state.dim() == 3 ? state.size(0) : 0;
+  check_float32(kWkv, "state", state, {states, 3, channels}, "x");
+  check_writable(kWkv, "state", state);
+  check_contiguous(kWkv, "state", state);
+  const HeldTexts held(kWkv, starts, lengths, slots, rows, states);
+
+  Tensor y = new_contiguous_like(x0);
+  if (y.numel() == 0) return y;
+  const Tensor x = dense_rows(x0), key = dense_rows(key0);
+  WkvArgs args{};
+  args.texts = held.texts;
+  args.x = x.const_data_ptr();
+  args.x_row = x.stride(0);
+  args.key = {key.const_data_ptr(), key.stride(0), 1, key.scalar_type() == ScalarType::Float};
+  args.decay = own_decay.data;
+  args.first = own_first.data;
+  args.state = static_cast<float*>(state.mutable_data_ptr());
+  args.y = y.mutable_data_ptr();
+  args.channels = channels;
+  const int64_t blocks = (channels + kRecurrenceColumns - 1) / kRecurrenceColumns;
+  // Four exponentials for each number.
+  const int64_t work =
+      16 * std::min(channels, kRecurrenceColumns) * std::max<int64_t>(1, rows / args.texts.batch);
+  wkv_kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
+    parallel_for(args.texts.batch * blocks, std::max<int64_t>(1, kGrain / work),
+                 [&](int64_t begin, int64_t end) { kernel(&args, begin, end); });
+  });
+  return y;
+}
+
 }  // namespace
 }  // namespace ipex
 
@@ -366,4 +407,5 @@ STABLE_TORCH_LIBRARY_IMPL(ipex, CPU, m) {
   IPEX_IMPL(m, "gated_delta_rule", ipex::gated_delta_rule);
   IPEX_IMPL(m, "ssd_scan", ipex::ssd_scan);
   IPEX_IMPL(m, "selective_scan_varlen", ipex::selective_scan_varlen);
+  IPEX_IMPL(m, "wkv_scan", ipex::wkv_scan);
 }

@@ -41,11 +41,14 @@ __all__ = [
     "RopePlan",
     "ScanPlan",
     "SelectivePlan",
+    "ShiftPlan",
     "SidePlan",
     "StreamEndsPlan",
     "StreamsPlan",
     "TokenBlockPlan",
     "TokenRowsPlan",
+    "WkvPlan",
+    "inner_linears",
     "linear_modules",
     "projections",
 ]
@@ -360,8 +363,45 @@ class DecayPlan:
         return self.heads * self.head_dim
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShiftPlan:
+    """A dense block that also reads the row of the token before (RWKV): ``sigmoid(gate(b)) * last(relu(first(a))^2)``.
+
+    ``a`` and ``b`` are ``before + mix * (x - before)``, each with a mix of its own; at position 0 `before` is zero.
+    """
+
+    input: LinearPlan  # without modules: there are several, which read different rows
+    output: LinearPlan  # without modules: what comes out is a product
+    module: nn.Module  # has the parameters `mixes`, [hidden]
+    mixes: tuple[str, ...]  # of `first` and `gate`
+    first: LinearPlan
+    gate: LinearPlan
+    last: LinearPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WkvPlan:
+    """Means of the values so far, whose weights fade, times a gate (RWKV). See the op ``wkv_scan``.
+
+    Keys, values and gates are made of the row of a token and the one before, as in `ShiftPlan`.
+    """
+
+    input: LinearPlan  # without modules
+    output: LinearPlan
+    module: nn.Module  # has the parameters named below
+    mixes: tuple[str, ...]  # [hidden], of `key`, `value` and `gate`
+    key: LinearPlan
+    value: LinearPlan
+    gate: LinearPlan
+    channels: int
+    decay: str  # [channels]: logarithms of what is taken from exponents for each token
+    first: str  # [channels]
+
+
 #: A block that keeps a state of fixed size instead of keys and values.
-MixerPlan = ConvPlan | DeltaPlan | ScanPlan | SelectivePlan | LruPlan | DecayPlan
+MixerPlan = (
+    ConvPlan | DeltaPlan | ScanPlan | SelectivePlan | LruPlan | DecayPlan | ShiftPlan | WkvPlan
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -694,6 +734,13 @@ class DecoderPlan:
 def projections(plan: AttentionPlan | MixerPlan) -> tuple[LinearPlan, LinearPlan]:
     """Return the linear layers before and behind an attention, or a block with a state; see there for the latter."""
     return (plan.qkv if isinstance(plan, AttentionPlan) else plan.input), plan.output
+
+
+def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, ...]:
+    """Return the linear layers of a block that mixes rows of tokens, where the first and the last are not all."""
+    if isinstance(plan, WkvPlan):
+        return plan.key, plan.value, plan.gate
+    return (plan.first, plan.gate, plan.last) if isinstance(plan, ShiftPlan) else ()
 
 
 def linear_modules(value: object) -> Iterator[nn.Module]:

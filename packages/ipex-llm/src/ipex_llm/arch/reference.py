@@ -36,11 +36,13 @@ from ipex_llm.arch import (
     RopePlan,
     ScanPlan,
     SelectivePlan,
+    ShiftPlan,
     SidePlan,
     StreamEndsPlan,
     StreamsPlan,
     TokenBlockPlan,
     TokenRowsPlan,
+    WkvPlan,
 )
 
 Tensor = torch.Tensor
@@ -131,7 +133,12 @@ def run_norm(plan: NormPlan | None, x: Tensor) -> Tensor:
 
 
 def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
-    """Apply the modules of a linear layer to ``[..., in]`` and put the outputs in the expected order."""
+    """Apply the modules of a linear layer to ``[..., in]`` and put the outputs in the expected order.
+
+    Without modules it returns `x`.
+    """
+    if not plan.modules:
+        return x
     first = next(plan.modules[0].parameters(), None)
     if first is not None and first.is_floating_point():
         x = x.to(first.dtype)
@@ -426,8 +433,28 @@ def mix(plan: MixerPlan, rows: Tensor, dtype: torch.dtype = torch.float32) -> Te
         return _select(plan, rows, texts)
     if isinstance(plan, LruPlan):
         return _run_lru(plan, rows, texts, dtype)
+    if isinstance(plan, (ShiftPlan, WkvPlan)):
+        return _shift(plan, rows, texts)
     b, c, x = rows.chunk(3, dim=-1)
     return c * _convolve(plan, b * x, "none", texts)
+
+
+def fading(plan: WkvPlan) -> tuple[Tensor, Tensor]:
+    """Return what is added to exponents for each token, and for the token itself, float32 ``[channels]``."""
+    return -torch.exp(per_head(plan.module, plan.decay)), per_head(plan.module, plan.first)
+
+
+def _shift(plan: ShiftPlan | WkvPlan, x: Tensor, texts: tuple[Tensor, ...]) -> Tensor:
+    before = torch.cat([x.new_zeros(1, x.shape[-1]), x[:-1]])
+    mixes = [before + per_head(plan.module, name) * (x - before) for name in plan.mixes]
+    if isinstance(plan, ShiftPlan):
+        inner = functional.relu(run_linear(plan.first, mixes[0])).square()
+        return torch.sigmoid(run_linear(plan.gate, mixes[1])) * run_linear(plan.last, inner)
+    parts = plan.key, plan.value, plan.gate
+    key, value, gate = (run_linear(one, row) for one, row in zip(parts, mixes, strict=True))
+    state = x.new_zeros(1, 3, plan.channels)
+    y: Tensor = torch.ops.ipex.wkv_scan(value, key, *fading(plan), state, *texts)
+    return torch.sigmoid(gate) * y
 
 
 def rates_of_lru(plan: LruPlan) -> Tensor:
@@ -695,7 +722,7 @@ def _run_layer(
     h = (x * plan.residual_factors[0] if plan.residual_after_norm else h * first) + attention
     h = h if plan.low is None else h * plan.low.factor
     if plan.mlp is None:
-        return h
+        return h * plan.stream_scale
     x = run_norm(plan.mlp_norm, h)
     more = _feed_forward(plan, x, h, parallel)
     if index and kept is not None:  # what the layer before has left

@@ -21,9 +21,13 @@ from ipex_llm.arch import (
     MixerPlan,
     ScanPlan,
     SelectivePlan,
+    ShiftPlan,
+    WkvPlan,
+    inner_linears,
 )
 from ipex_llm.arch.reference import (
     bias_of,
+    fading,
     filter_of,
     per_head,
     rates_of,
@@ -53,6 +57,8 @@ class Mixer:
         middle: Linear layer behind the convolution of Mamba.
         step: From what steps are made of to the steps of Mamba, without its bias.
         blocks: Packed products for the gates of an RG-LRU, see ``bmm``.
+        parts: Linear layers that `inner_linears` names.
+        mixes: What they read of a token instead of the one before, ``[1, hidden]``.
     """
 
     taps: Tensor | None
@@ -62,6 +68,8 @@ class Mixer:
     middle: Linear | None = None
     step: Linear | None = None
     blocks: tuple[Tensor, ...] = ()
+    parts: tuple[Linear, ...] = ()
+    mixes: tuple[Tensor, ...] = ()
 
 
 def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
@@ -69,6 +77,8 @@ def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
     if isinstance(plan, DecayPlan):
         rates = plan.rates.detach().float()
         return Mixer(None, None, (-rates, torch.zeros_like(rates)))
+    if isinstance(plan, (ShiftPlan, WkvPlan)):
+        return _pack_shifted(store, plan)
     for name in ("weight", "bias"):
         store.watch(plan.conv, name)
     vectors: tuple[Tensor, ...] = ()
@@ -85,6 +95,18 @@ def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
     if isinstance(plan, LruPlan):
         return _pack_lru(store, plan)
     return Mixer(*filter_of(plan), vectors)
+
+
+def _pack_shifted(store: WeightStore, plan: ShiftPlan | WkvPlan) -> Mixer:
+    names = (plan.decay, plan.first) if isinstance(plan, WkvPlan) else ()
+    for name in (*plan.mixes, *names):
+        store.watch(plan.module, name)
+    mixes = tuple(per_head(plan.module, name).unsqueeze(0) for name in plan.mixes)
+    # The filter gives the row before.
+    taps = torch.cat([torch.ones_like(mixes[0]), torch.zeros_like(mixes[0])])
+    vectors = fading(plan) if isinstance(plan, WkvPlan) else ()
+    parts = tuple(map(store.linear, inner_linears(plan)))
+    return Mixer(taps, None, vectors, parts=parts, mixes=mixes)
 
 
 def _pack_selective(store: WeightStore, plan: SelectivePlan) -> Mixer:
@@ -113,6 +135,10 @@ def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
     """Return what a block stores for a sequence."""
     if isinstance(plan, DecayPlan):
         return StateShape(None, (plan.heads, plan.head_dim, plan.head_dim), dtype, portable=False)
+    if isinstance(plan, (ShiftPlan, WkvPlan)):
+        width = per_head(plan.module, plan.mixes[0]).numel()
+        sums = (3, plan.channels) if isinstance(plan, WkvPlan) else None
+        return StateShape((1, width), sums, dtype, portable=False)
     history = plan.taps - 1, plan.channels
     if isinstance(plan, DeltaPlan):
         return StateShape(history, (plan.heads, plan.key_dim, plan.value_dim), dtype)
@@ -129,7 +155,7 @@ def state_parts(plan: MixerPlan) -> tuple[str, ...]:
     """Return the names of the tensors in which a block stores its state."""
     if isinstance(plan, DecayPlan):
         return ("state",)
-    recurrent = isinstance(plan, (DeltaPlan, ScanPlan, SelectivePlan, LruPlan))
+    recurrent = isinstance(plan, (DeltaPlan, ScanPlan, SelectivePlan, LruPlan, WkvPlan))
     return ("history", "state") if recurrent else ("history",)
 
 
@@ -148,6 +174,8 @@ def write_mixer(
     Returns:
         What the output projection reads.
     """
+    if isinstance(plan, (ShiftPlan, WkvPlan)):
+        return _shifted(writer, index, plan, weights, rows)
     if isinstance(plan, DecayPlan):
         return _decay(writer, index, plan, weights, rows)
     if isinstance(plan, DeltaPlan):
@@ -166,7 +194,12 @@ def write_mixer(
 
 
 def _convolve(
-    writer: Any, index: int, plan: ConvPlan, weights: Mixer, x: Register, activation: str
+    writer: Any,
+    index: int,
+    plan: ConvPlan | ShiftPlan | WkvPlan,
+    weights: Mixer,
+    x: Register,
+    activation: str,
 ) -> Register:
     constant = writer.b.constant
     assert weights.taps is not None
@@ -177,6 +210,27 @@ def _convolve(
         *writer.texts,
     )
     return result
+
+
+def _shifted(
+    writer: Any, index: int, plan: ShiftPlan | WkvPlan, weights: Mixer, x: Register
+) -> Register:
+    b, dtype = writer.b, writer.e.store.dtype
+    before = _convolve(writer, index, plan, weights, x, "none")
+    steps = [("sub", 0, 1), ("mul", 3, 2), ("add", 4, 1)]
+    mixed = [pointwise(b, [x, before, b.constant(one)], [], steps, dtype) for one in weights.mixes]
+    result: Register
+    if isinstance(plan, ShiftPlan):
+        first, gate, last = weights.parts
+        inner = writer.linear(first, mixed[0], activation="relu")
+        opening = pointwise(b, [writer.linear(gate, mixed[1])], [], [("sigmoid", 0)], dtype)
+        result = writer.linear(last, b.call("mul", inner, inner), mul=opening)
+        return result
+    key, value, gates = (writer.linear(w, y) for w, y in zip(weights.parts, mixed, strict=True))
+    numbers = map(b.constant, weights.vectors)
+    state = writer.state_caches[index][1]
+    y = b.call("wkv_scan", value, key, *numbers, state, *writer.texts)
+    return opened(b, "sigmoid", gates, y, dtype)
 
 
 def _parts(writer: Any, rows: Register, *widths: int) -> list[Register]:

@@ -37,6 +37,7 @@ from ipex_llm.arch import (
     SelectivePlan,
     SidePlan,
     TokenBlockPlan,
+    inner_linears,
     projections,
 )
 from ipex_llm.model_runner.attention import (
@@ -162,7 +163,7 @@ class Emitter:
         packed = LayerWeights()
         if attention is not None:
             first, last = projections(attention)
-            packed.qkv = store.linear(first)
+            packed.qkv = store.linear(first) if first.modules else None
             packed.output = store.linear(last) if last.modules else None
         if attention is None:
             pass
@@ -268,10 +269,14 @@ class Emitter:
         for layer, packed in zip(self.plan.layers, self.layers, strict=True):
             if packed.qkv is not None:
                 assert layer.attention is not None
-                first, last = projections(layer.attention)
-                yield PackedLinear(packed.qkv, (first,), False)
-                if packed.output is not None:
-                    yield PackedLinear(packed.output, (last,), False)
+                yield PackedLinear(packed.qkv, (projections(layer.attention)[0],), False)
+            if packed.output is not None:
+                assert layer.attention is not None
+                yield PackedLinear(packed.output, (projections(layer.attention)[1],), False)
+            if packed.mixer is not None and packed.mixer.parts:
+                inner = inner_linears(layer.attention)
+                for one, part in zip(packed.mixer.parts, inner, strict=True):
+                    yield PackedLinear(one, (part,), False)
             if isinstance(layer.attention, DeltaPlan) and layer.attention.up is not None:
                 assert packed.mixer is not None and packed.mixer.up is not None
                 for one, part in zip(packed.mixer.up, layer.attention.up, strict=True):
@@ -399,6 +404,7 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         for linear in () if layer.attention is None else projections(layer.attention):
             if linear.modules:
                 yield (linear,), False
+        yield from (((one,), False) for one in inner_linears(layer.attention))
         if isinstance(layer.attention, AttentionPlan) and layer.attention.key_bias is not None:
             yield (layer.attention.key_bias.linear,), False
         if isinstance(layer.attention, DeltaPlan):
@@ -724,6 +730,9 @@ class Writer:
             h = added if rest is None else self.b.call("add", added, rest)
             return self.mlp(layer, w, y, h)
         h, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
+        if layer.mlp is None and layer.stream_scale != 1.0:
+            total = h if rest is None else self.b.call("add", h, rest)
+            return self.b.call("mul", total, layer.stream_scale), None
         if layer.mlp is None:
             return h, rest
         if layer.low is not None:
@@ -817,8 +826,7 @@ class Writer:
         self, index: int, a: AttentionPlan | MixerPlan, w: LayerWeights, x: Register
     ) -> Register:
         """Write an attention, or a block with a state, but for its output projection if it is a linear layer."""
-        assert w.qkv is not None
-        qkv = self.linear(w.qkv, x)
+        qkv = x if w.qkv is None else self.linear(w.qkv, x)
         if not isinstance(a, AttentionPlan):
             assert w.mixer is not None
             return write_mixer(self, index, a, w.mixer, qkv)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ipex_core.module_swap.base import original_class
+from ipex_llm.arch import ShiftPlan
 from ipex_llm.arch.detect import Facts
 from ipex_llm.arch.detect.trace import PICTURE
 from ipex_llm.kv_cache.transformers import CacheState, adopt, give_up, state_of_cache
@@ -95,6 +96,7 @@ _KNOWN = frozenset(
         "position_ids",
         "past_key_values",
         "cache",
+        "state",
         "output_hidden_states",
     }
 )
@@ -105,9 +107,9 @@ _FLAGS = ("output_attentions", "output_router_logits")
 
 
 def given_cache(kwargs: dict[str, Any]) -> Any:
-    """Return the cache among arguments: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
-    cache = kwargs.get("cache")
-    return kwargs.get("past_key_values") if cache is None else cache
+    """Return the cache among arguments: ``cache``, earlier ``past_key_values``, or ``state`` (RWKV)."""
+    names = ("cache", "past_key_values", "state")
+    return next((one for name in names if (one := kwargs.get(name)) is not None), None)
 
 
 class Reason(Exception):
@@ -146,6 +148,7 @@ def _output_class() -> Any:
         "cross_attentions",
         "router_logits",
         "shared_kv_states",
+        "state",
     )
     return dataclasses.make_dataclass(
         "IpexDecoderOutput",
@@ -278,7 +281,8 @@ class DecoderMixin(nn.Module):
         kind = _output_class()
         result = kind(last_hidden_state=out, hidden_states=every)
         if cache is not None:
-            result["cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"] = cache
+            own = "cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"
+            result["state" if "state" in self.__dict__[KEY].patch.names else own] = cache
         return result
 
     def _look(
@@ -335,7 +339,10 @@ class DecoderMixin(nn.Module):
         if self._wants_states(kwargs):
             plan = runner.plan
             cut = any(
-                layer.residual_after_norm or layer.streams or layer.shortcut
+                layer.residual_after_norm
+                or layer.streams
+                or layer.shortcut
+                or isinstance(layer.attention, ShiftPlan)
                 for layer in plan.layers
             )
             if cut or plan.output_projection is not None:

@@ -29,6 +29,7 @@ _KNOWN = frozenset(
         "position_ids",
         "past_key_values",
         "cache",
+        "state",
         "use_cache",
         "cache_position",
         "last_cache_position",

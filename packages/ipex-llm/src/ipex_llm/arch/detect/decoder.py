@@ -39,6 +39,7 @@ from ipex_llm.arch.detect.attention import (
 from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
 from ipex_llm.arch.detect.head_experts import has_head_experts, match_head_experts
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
+from ipex_llm.arch.detect.pairs import match_shifted, shifted_blocks
 from ipex_llm.arch.detect.parts import (
     activations_of,
     is_mixture,
@@ -78,6 +79,7 @@ class Layer:
 
     plan: LayerPlan
     last_norm: NormPlan | None = None
+    entry_norm: NormPlan | None = None  # of what the layer reads, and adds to
 
 
 @dataclasses.dataclass
@@ -582,6 +584,12 @@ def match_layers(
                 if reads_picture(trace, layer):
                     yield layer, match_picture(trace, config, layer)
                     continue
+                blocks = shifted_blocks(layer)
+                if blocks is not None:
+                    pair = match_shifted(trace, layer, blocks)
+                    yield layer, Layer(pair.first, entry_norm=pair.entry)
+                    yield layer, Layer(pair.second)
+                    continue
                 found = match_layer(trace, config, decoder, half, index, hint, earlier)
                 if half is not layer:
                     found.plan = _whole_half(trace, config, layer, half, found.plan)
@@ -934,9 +942,23 @@ def match_decoder(trace: Trace) -> DecoderPlan:
             raise trace.error(module, "reads a picture, and no layer before it reads the text")
     for before, after in zip(modules, list(modules)[1:], strict=False):
         if not same(trace.outputs[before], trace.inputs[after]):
-            raise trace.error(after, "does not read what the layer before gave")
+            _halve(trace, found, before, trace.inputs[after], after)
     with trace.reading(decoder):
         return _whole(trace, config, decoder, modules, table, found)
+
+
+def _halve(
+    trace: Trace, found: list[Layer], before: nn.Module, read: Tensor, after: nn.Module
+) -> None:
+    """Note that half of what a layer gives is read (RWKV, so that 16 bits suffice).
+
+    Raises:
+        MatchError: Something else is read.
+    """
+    if not same(trace.outputs[before] / 2, read):
+        raise trace.error(after, "does not read what the layer before gave")
+    layer = next(one for one in reversed(found) if one.plan.module is before)
+    layer.plan = dataclasses.replace(layer.plan, stream_scale=layer.plan.stream_scale / 2)
 
 
 def _whole(
@@ -948,13 +970,18 @@ def _whole(
     found: list[Layer],
 ) -> DecoderPlan:
     """Return the plan of a decoder whose layers have theirs."""
+    last = trace.output(modules[-1])
+    ends = [m for m in _outside(trace, decoder, modules) if is_norm(m)]
+    if len(ends) == 1 and same(trace.inputs[ends[0]], last / 2):
+        _halve(trace, found, modules[-1], trace.inputs[ends[0]], ends[0])
+        last = last / 2
     layers, carried = _chain(config, found)
     streams, others = layers[0].streams, _outside(trace, decoder, modules)
     h = first_stream(trace.inputs[modules[0]], streams)
-    ends, x = None, trace.output(modules[-1])
+    stream_ends, x = None, last
     if streams is not None:
-        ends, x = match_ends(trace, others, modules, streams)
-        parts = [*linear_modules(ends)]
+        stream_ends, x = match_ends(trace, others, modules, streams)
+        parts = [*linear_modules(stream_ends)]
         others = [m for m in others if m not in parts]
     entry = _entry(trace, config, decoder, modules, table, h)
     rows, layers = match_token_rows(trace, config, decoder, others, modules, table, layers, h)
@@ -976,7 +1003,7 @@ def _whole(
         attention_chunk=limit,
         indexed=indexed > 0,
         embedding_scale=entry.scale,
-        embedding_norm=entry.norm,
+        embedding_norm=entry.norm or found[0].entry_norm,
         embedding_projection=entry.projection,
         output_projection=projection,
         position_embedding=entry.positions,
@@ -985,5 +1012,5 @@ def _whole(
         logit_scale=factor,
         logit_softcap=cap,
         token_rows=rows,
-        streams=ends,
+        streams=stream_ends,
     )

@@ -69,14 +69,14 @@ def _ids(config: Any, rows: int, length: int, seed: int) -> Tensor:
 
 def _cache(result: Any) -> Any:
     """Return the cache of a result: ``cache`` from transformers 5.24 on."""
-    cache = getattr(result, "cache", None)
-    return getattr(result, "past_key_values", None) if cache is None else cache
+    names = ("cache", "past_key_values", "state")  # the last one in RWKV
+    return next((one for name in names if (one := getattr(result, name, None)) is not None), None)
 
 
 def _with(model: Any, cache: Any) -> dict[str, Any]:
     """Return the argument that hands a cache to a model."""
-    kind = original_class(model)
-    return {"cache" if "cache" in parameter_names(kind) else "past_key_values": cache}
+    names = parameter_names(original_class(model))
+    return {next((n for n in ("cache", "state") if n in names), "past_key_values"): cache}
 
 
 def _cached(model: Any, cache: Any, **given: Any) -> tuple[Any, Any]:
