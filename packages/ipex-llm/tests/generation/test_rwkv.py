@@ -125,9 +125,7 @@ def test_pieces_and_order() -> None:
     order = torch.tensor([2, 0, 0, 1])  # one more sequence than before
     cache.reorder_cache(order)
     for at in range(9, 17):
-        close(
-            fast(input_ids=ids[order, at : at + 1], state=cache).logits[:, 0], want[order, at]
-        )
+        close(fast(input_ids=ids[order, at : at + 1], state=cache).logits[:, 0], want[order, at])
 
 
 def test_other_calls_run_the_stock_forward() -> None:

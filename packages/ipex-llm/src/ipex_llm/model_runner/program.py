@@ -853,7 +853,7 @@ class Writer:
         b, e, width, count = self.b, w.experts, a.kv_heads * a.head_dim, plan.top_k
         weights, ids = routing(self, plan, w.router, x)
         queries = b.call("expert_linear", x, b.constant(e.w13), ids, width, lowp_mode=e.lowp)
-        # In the program the queries of a key head lie side by side, for experts those of one expert.
+        # In the program the queries of a key head lie side by side, for experts the queries of one expert.
         queries = b.call("reshape", queries, [0, count, a.kv_heads, a.head_dim])
         queries = b.call("reshape", b.call("transpose", queries, 1, 2), [0, count * width])
         attended = write_attention(self, index, a, b.call("cat", [queries, kv], 1))

@@ -29,17 +29,17 @@ from ipex_llm.arch import (
 )
 from ipex_llm.arch.detect.attention import (
     find_attention,
+    has_head_experts,
     is_latent,
     keys_of_indexer,
     match_attention,
+    match_head_experts,
     match_latent,
     match_picture,
     reads_picture,
 )
 from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
-from ipex_llm.arch.detect.head_experts import has_head_experts, match_head_experts
-from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
-from ipex_llm.arch.detect.pairs import match_shifted, shifted_blocks
+from ipex_llm.arch.detect.mixer import find_mixer, match_mixer, match_shifted, shifted_blocks
 from ipex_llm.arch.detect.parts import (
     activations_of,
     is_mixture,

@@ -533,7 +533,7 @@ def router_of(trace: Trace, block: nn.Module, experts: int, hidden: int) -> nn.M
     """Return the linear layer, or another module with a weight, that chooses experts.
 
     Raises:
-        MatchError: There is none with a weight ``[experts, hidden]``.
+        MatchError: No module has a weight ``[experts, hidden]``.
     """
     for name in ("router", "gate", "gating"):
         owner = getattr(block, name, None)
