@@ -47,7 +47,21 @@ def select(**changes: Any) -> tuple[Any, ...]:
     return tuple((values | changes).values())
 
 
+def means(**changes: Any) -> tuple[Any, ...]:
+    values = {"x": X, "k": X, "decay": -torch.rand(6), "first": torch.rand(6)}
+    values |= {"state": torch.rand(3, 3, 6)}
+    values |= dict(zip(("starts", "lengths", "slots"), TEXTS, strict=True))
+    return tuple((values | changes).values())
+
+
 def bad_calls():
+    wkv = "wkv_scan"
+    yield wkv, means(x=X[0]), r"x must be 2-D \[T, E\], got 1-D"
+    yield wkv, means(k=X[:, :5]), r"k must have shape \[5, 6\], got \[5, 5\]"
+    yield wkv, means(decay=torch.rand(5)), r"decay must have shape \[6\], got \[5\]"
+    yield wkv, means(first=torch.rand(6).half()), "first must have dtype float32, got float16"
+    yield wkv, means(state=torch.rand(3, 2, 6)), r"state must have shape \[3, 3, 6\], got"
+    yield wkv, means(slots=int32(0, 3)), r"slots must be in \[0, 3\), got \[0, 3\]"
     conv, rule, ssd = "causal_conv1d_varlen", "gated_delta_rule", "ssd_scan"
     one = "selective_scan_varlen"
     yield one, select(x=X[0]), r"x must be 2-D \[T, E\], got 1-D"

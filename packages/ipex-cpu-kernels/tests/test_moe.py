@@ -474,6 +474,28 @@ def bad_quantized():
     yield (*dense, *tail, "bf16"), "lowp_mode must be none for weights that are not quantized"
 
 
+def bad_projections():
+    packed = ops.pack_moe_weight(torch.randn(E, INNER, H))
+    good = (X, packed, IDS, INNER, TOPK_W)
+
+    def but(**changes):
+        names = ("x", "packed", "ids", "features", "weights")
+        return tuple(changes.get(n, v) for n, v in zip(names, good, strict=True))
+
+    yield but(x=X.double()), "x must have dtype"
+    yield but(x=X[0]), "x must be 2-D or 3-D"
+    yield but(x=X[:, :8]), "packed_weight must be float32 weights of shape"
+    yield but(x=torch.randn(5, 3, H)), "x must have a row for each of 2 ids"
+    yield but(features=0), "out_features must be positive, got 0"
+    yield but(features=INNER + 40), "packed_weight must be float32 weights of shape"
+    yield but(ids=IDS.float()), "ids must have dtype int32, int64, got float32"
+    yield but(ids=IDS[:4]), "ids must be 2-D with 5 rows"
+    yield but(ids=IDS + 2), r"ids must be -1 or in \[0, 4\), got"
+    yield but(weights=TOPK_W[:, :1]), r"weights must have shape \[5, 2\], got"
+    yield (*good, "bf16"), "lowp_mode must be none for weights that are not quantized"
+    yield (*good, "int8"), "lowp_mode must be one of none, fp16, bf16, got"
+
+
 def bad_packing():
     yield "pack_moe_stack", ([],), "packed must hold at least one tensor"
     yield "pack_moe_stack", ([P2[0], P2[0][:64]],), "packed must hold packed weights of one size"
@@ -497,6 +519,7 @@ def bad_packing():
 CASES = [
     *(("moe_routing", *case) for case in bad_routing()),
     *(("fused_experts", *case) for case in bad_experts()),
+    *(("expert_linear", *case) for case in bad_projections()),
     *(("fused_experts", *case) for case in bad_quantized()),
     *bad_packing(),
 ]
