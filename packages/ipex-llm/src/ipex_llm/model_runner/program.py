@@ -162,9 +162,8 @@ class Emitter:
         attention = layer.attention
         packed = LayerWeights()
         if attention is not None:
-            first, last = projections(attention)
-            packed.qkv = store.linear(first) if first.modules else None
-            packed.output = store.linear(last) if last.modules else None
+            own = projections(attention)
+            packed.qkv, packed.output = (store.linear(p) if p.modules else None for p in own)
         if attention is None:
             pass
         elif not isinstance(attention, AttentionPlan):

@@ -453,11 +453,12 @@ def match_shifted(trace: Trace, layer: nn.Module, blocks: tuple[nn.Module, nn.Mo
         raise trace.error(layer, "adds its blocks in a way that is not understood")
     first_plan = _settled(trace, blocks[0], _means(trace, blocks[0]))
     second_plan = _settled(trace, blocks[1], _dense(blocks[1]))
-    layers = (
+    one_layer, other_layer = (
         LayerPlan(layer, plan, None, match_norm(trace, norm), None)
         for plan, norm in ((first_plan, first), (second_plan, second))
     )
-    return Shifted(*layers, None if entry is None else match_norm(trace, entry))
+    last = None if entry is None else match_norm(trace, entry)
+    return Shifted(one_layer, other_layer, last)
 
 
 def _settled(trace: Trace, block: nn.Module, candidates: Iterator[MixerPlan]) -> MixerPlan:
