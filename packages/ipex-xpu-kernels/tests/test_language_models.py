@@ -225,6 +225,143 @@ def test_what_a_quantized_cache_stores(kind: str) -> None:
         assert len(tensors) == (4 if kind == "int8" else 2)
 
 
+def _runner(model: Any) -> Any:
+    from ipex_llm.records import record_of
+
+    return record_of(model).runner
+
+
+#: Prefix of the classes in transformers -> sizes, each for a structure of its own: positions that are looked up, weights
+#: that lie the other way, queries, keys and values in another order, ALiBi, norms of heads, windows with bounds of scores,
+#: blocks side by side, experts in a stack, with what all tokens share, and with biases and sinks.
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "GPTNeoX": {"intermediate_size": 48},
+    "Bloom": {"n_layer": 2, "n_head": 4},
+    "Qwen3": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 16},
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8},
+}
+
+
+def _structure(name: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.3,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **STRUCTURES[name]})
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_decoders_run_as_programs(name: str) -> None:
+    """With padding, prompts in parts and beams, the program on the device gives what the stock model gives."""
+    optimize = pytest.importorskip("ipex_llm").optimize
+
+    model = _structure(name)
+    fast = optimize(model, dtype=torch.float32, device="xpu")
+    runner = _runner(fast)
+    assert runner is not None and runner.device.type == "xpu"
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    seen = mask.bool()
+    expected, actual = _logits(model, ids, mask), _logits(fast, ids, mask)
+    torch.testing.assert_close(actual[seen], expected[seen], rtol=1e-3, atol=1e-3)
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    for beams in (1, 3):
+        wanted = model.generate(ids, attention_mask=mask, num_beams=beams, **options)
+        out = fast.generate(
+            ids.to("xpu"), attention_mask=mask.to("xpu"), num_beams=beams, **options
+        )
+        assert out.tolist() == wanted.tolist()
+
+
+def test_a_program_on_the_device_follows_the_parameters() -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+    from ipex_core import restore
+
+    model = llama()
+    fast = optimize(model, dtype=torch.float32, device="xpu")
+    ids = torch.tensor([[1, 5, 9, 13, 2]])
+    state = fast.state_dict()
+    assert {k: v.shape for k, v in state.items()} == {
+        k: v.shape for k, v in model.state_dict().items()
+    }
+    assert all(torch.equal(v.cpu(), model.state_dict()[k]) for k, v in state.items())
+    # Queries, keys and values are one weight, of which the parameters are views.
+    own = fast.model.layers[0].self_attn
+    starts = {m.weight.untyped_storage().data_ptr() for m in (own.q_proj, own.k_proj, own.v_proj)}
+    assert len(starts) == 1
+    with torch.no_grad():
+        for changed in (fast, model):
+            changed.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+            changed.model.layers[0].self_attn.k_proj.weight.data = (
+                changed.model.layers[0].self_attn.k_proj.weight.data * 2
+            )
+        expected = model(ids).logits
+        torch.testing.assert_close(fast(ids.to("xpu")).logits.cpu(), expected, rtol=1e-3, atol=1e-3)
+    restore(fast)
+    assert _runner(fast) is None
+    assert tokens(fast, "xpu") == tokens(model, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_programs_of_quantized_weights(kind: str) -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+    from ipex_quant import WoqWeightDtype, get_weight_only_quant_qconfig_mapping
+
+    config = get_weight_only_quant_qconfig_mapping(
+        weight_dtype=WoqWeightDtype[kind.upper()], group_size=32
+    )
+    options = {"dtype": torch.float32, "quantization_config": config}
+    for name in ("Llama", "Mixtral", "Qwen2Moe"):
+        on_host = optimize(_structure(name), **options)
+        fast = optimize(_structure(name), device="xpu", **options)
+        assert _runner(fast) is not None
+        ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(3))
+        torch.testing.assert_close(_logits(fast, ids), _logits(on_host, ids), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_the_engine_runs_on_the_device(kind: str | None) -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+    from ipex_llm.engine import Engine, SamplingParams
+
+    prompts = [[1, 5, 9, 13, 2], [3, 3, 8], [7] * 21]
+    found = []
+    for device in ("cpu", "xpu"):
+        model = optimize(llama(), dtype=torch.float32, device=device)
+        engine = Engine(model, num_blocks=40, block_size=8, cache_dtype=kind, eos_token_ids=[])
+        params = SamplingParams(max_tokens=10, temperature=0.0)
+        found.append([out.token_ids for out in engine.generate(prompts, params)])
+    assert found[0] == found[1]
+
+
+def test_what_has_no_program_on_the_device_runs_layer_by_layer() -> None:
+    llm = pytest.importorskip("ipex_llm")
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
+    ).eval()
+    for model, options, reason in (
+        (mamba, {}, "on xpu, layers that keep a state have no program"),
+        (llama(), {"depth": 1}, "depth is 1"),
+        (llama(), {"depth": 2}, "depth is 2"),
+    ):
+        plan = llm.plan(model, device="xpu", **options)
+        assert (plan.depth, plan.reason) == (1, reason)
+        assert _runner(llm.optimize(model, device="xpu", **options)) is None
+    plan = llm.plan(llama(), device="xpu")
+    assert (plan.depth, plan.device) == (3, "xpu")
+
+
 def test_options_that_xpu_does_not_have() -> None:
     optimize = pytest.importorskip("ipex_llm").optimize
 
@@ -237,7 +374,7 @@ def test_options_that_xpu_does_not_have() -> None:
     )
     with pytest.raises(NotImplementedError, match="kv_cache_dtype must be None for this model"):
         optimize(mamba.eval(), device="xpu", kv_cache_dtype="int8")
-    fast = optimize(llama(), device="xpu", kv_cache_dtype="int8")
+    fast = optimize(llama(), device="xpu", kv_cache_dtype="int8", depth=1)
     ids = torch.tensor([[1, 2]], device="xpu")
     with pytest.raises(ValueError, match="past_key_values must be None or an empty DynamicCache"):
         fast(ids, past_key_values=transformers.StaticCache(config=fast.config, max_cache_len=8))

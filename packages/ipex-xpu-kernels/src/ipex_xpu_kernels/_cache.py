@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ipex_core.library.checks import read_once
 from ipex_core.library.spec import FLOATS
 from ipex_core.ops.kv_cache import check_slots
 from ipex_core.ops.rotary_embedding import check_rows, rows_with_offsets, table_rows
@@ -26,6 +28,40 @@ def _last_of_each(slots: Tensor) -> Tensor:
         return slots
     later: dict[int, int] = {slot: token for token, slot in enumerate(slots.tolist())}
     return torch.tensor([s if later[s] == t else -1 for t, s in enumerate(slots.tolist())])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Places:
+    """Reads slots: those of a cache of ``capacity`` rows where each token is written, int64 on the device."""
+
+    op: str
+    capacity: int
+
+    def __call__(self, slot_mapping: Tensor) -> Tensor:
+        slots = slot_mapping.cpu().long()
+        check_slots(self.op, slots, self.capacity)
+        return _last_of_each(slots).to(slot_mapping.device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """Reads positions: the rows of ``table`` that belong to them."""
+
+    op: str
+    table: Tensor
+    version: int
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return table_rows(self.op, self.table, self.table.new_empty(*positions.shape, 1, 1), positions)
+
+
+def _rows(op: str, table: Tensor, query: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Return what `table_rows` does; of positions that several layers share it is looked up once."""
+    shared = position_ids is not None and position_ids.shape == query.shape[:-2]
+    if not shared or table.is_inference():
+        return table_rows(op, table, query, position_ids)
+    assert position_ids is not None
+    return read_once(position_ids, _Rows(op, table, table._version))
 
 
 def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: float, scales: Tensor | None) -> None:
@@ -61,9 +97,7 @@ def _writer(op: str) -> Callable[..., bool]:
         if key.dtype not in FLOATS:
             return False
         capacity = key_cache.shape[0] * key_cache.shape[2]
-        slots = slot_mapping.cpu().long()
-        check_slots(op, slots, capacity)
-        places = _last_of_each(slots).to(key.device)
+        places = read_once(slot_mapping, _Places(op, capacity))
         _write(key, key_cache, places, k_scale, key_scales)
         _write(value, value_cache, places, v_scale, value_scales)
         return True
@@ -89,8 +123,11 @@ def _rotary_embedding_and_cache(
     op = "rotary_embedding_and_cache"
     if query.dtype not in FLOATS:
         return False
-    rows = [table_rows(op, table, query, position_ids) for table in (sin, cos)]
-    slots = cache_places(query, key_cache, slot_mapping, position_ids)
+    rows = [_rows(op, table, query, position_ids) for table in (sin, cos)]
+    if slot_mapping is None:
+        slots = cache_places(query, key_cache, None, position_ids)
+    else:
+        slots = read_once(slot_mapping, _Places(op, key_cache.shape[0] * key_cache.shape[2]))
     rotated = key.contiguous() if key.stride(-1) != 1 else key.clone()
     torch.ops.ipex.rotary_embedding(query, rotated, *rows, rotary_dim, rotary_half)
     for x, cache, scale in ((rotated, key_cache, k_scale), (value, value_cache, v_scale)):

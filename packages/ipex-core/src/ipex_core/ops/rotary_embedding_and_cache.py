@@ -12,7 +12,13 @@ import torch
 from ipex_core.library.checks import check_like, check_not_expanded, randn
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
-from ipex_core.ops.kv_cache import QUANTIZED, check_caches, check_index_tensor, quantize
+from ipex_core.ops.kv_cache import (
+    QUANTIZED,
+    check_caches,
+    check_index_tensor,
+    check_slots,
+    quantize,
+)
 from ipex_core.ops.rotary_embedding import (
     check_heads,
     check_position_ids,
@@ -95,15 +101,7 @@ def cache_places(
     """Return the slot of each token, int64, after checking them. Reads data: references call it, fakes do not."""
     blocks, block_size = cache.shape[0], cache.shape[2]
     if slot_mapping is not None:
-        end = blocks * block_size
-        for slot in slot_mapping.tolist():
-            check(
-                slot < end,
-                _OP,
-                "slot_mapping",
-                f"hold slots below {end} = num_blocks * block_size",
-                slot,
-            )
+        check_slots(_OP, slot_mapping, blocks * block_size)
         return slot_mapping.long()
     assert position_ids is not None
     batch, length = query.shape[:2]

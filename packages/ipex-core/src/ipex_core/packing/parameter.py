@@ -132,7 +132,11 @@ def in_layout(value: Tensor, name: str) -> Tensor:
 
 
 def hollow(
-    cls: type[torch.Tensor], shape: torch.Size, dtype: torch.dtype, requires_grad: bool = False
+    cls: type[torch.Tensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    requires_grad: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Any:
     """Make a tensor of a subclass that computes its values itself: all elements share the memory of one NaN.
 
@@ -140,7 +144,7 @@ def hollow(
     unchecked. A program that was saved so has NaN in the place of a weight that it does not use.
     """
     with _disable_current_modes():
-        nothing = torch.full((), torch.nan, dtype=dtype, device="cpu").expand(shape)
+        nothing = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         return torch.Tensor._make_subclass(cls, nothing, requires_grad)
 
 

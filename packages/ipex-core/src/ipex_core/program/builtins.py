@@ -18,6 +18,7 @@ import torch
 
 from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
 from ipex_core.library.spec import FLOATS, check
+from ipex_core.ops.linear import activate
 from ipex_core.program import tensors
 from ipex_core.program.int8 import INT8_CONV, RESIDUAL, check_int8_conv, int8_conv
 from ipex_core.program.integers import check_integer, gather, integer, take
@@ -36,6 +37,7 @@ class Builtin:
         view: Whether the result may share the memory of an argument.
         shares: Which argument that is.
         check: Checks, when a program is built, what is known of the arguments then: registers stand for the rest.
+        native: Whether the native interpreter has it. A program with one that it lacks runs by the references.
     """
 
     schema: str
@@ -43,11 +45,13 @@ class Builtin:
     view: bool = False
     check: Callable[..., None] | None = None
     shares: int = 0
+    native: bool = True
 
 
 def _check_ids(op: str, argument: str, ids: torch.Tensor, rows: int) -> None:
     check(ids.dtype in (torch.int32, torch.int64), op, argument, "be int32 or int64", ids.dtype)
-    if ids.numel():
+    # On a device the kernel finds out: to look here would wait for it.
+    if ids.numel() and ids.device.type == "cpu":
         low, high = (int(bound) for bound in torch.aminmax(ids))
         bad = low if low < 0 else high
         check(0 <= bad < rows, op, argument, f"be in [0, {rows})", bad)
@@ -154,6 +158,53 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
     return x.tanh()
 
 
+def plain_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_features: int,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "none",
+    mul: torch.Tensor | None = None,
+    residual2: torch.Tensor | None = None,
+    gate: str = "none",
+) -> torch.Tensor:
+    """Return what ``ipex::linear`` gives for a weight that is not packed, on devices whose products read it as it lies.
+
+    Args:
+        x: ``[..., K]``, float32, bfloat16 or float16.
+        weight: ``[N, K]`` in the dtype of ``x``, or with a gate ``[2 * N, K]``: the rows of the gate, then the others.
+        out_features: N.
+        bias: One number for each row of the weight, or None.
+        residual: ``[..., N]`` in the dtype of ``x``, or None.
+        activation: As of ``ipex::linear``.
+        mul: As ``residual``.
+        residual2: As ``residual``.
+        gate: As of ``ipex::linear``.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``. The product is rounded before what follows it.
+    """
+    rows = out_features if gate == "none" else 2 * out_features
+    wanted = f"have shape {[rows, x.shape[-1]]} (out_features and the last size of x)"
+    fits = list(weight.shape) == [rows, x.shape[-1]]
+    check(fits, "plain_linear", "weight", wanted, list(weight.shape))
+    bias = None if bias is None else bias.to(x.dtype)
+    y = torch.nn.functional.linear(x, weight, bias)
+    if gate == "silu":
+        y = torch.ops.ipex.silu_and_mul(y)
+    elif gate != "none":
+        y = torch.ops.ipex.gelu_and_mul(y, "tanh" if gate == "gelu_tanh" else "none")
+    else:
+        y = activate(y, activation)
+    if mul is not None:
+        y = y * mul
+    for one in (residual, residual2):
+        if one is not None:
+            y = y + one
+    return y
+
+
 def copy_(dst: torch.Tensor, src: torch.Tensor) -> None:
     """Write ``src``, broadcast and converted, into ``dst``."""
     pairs = zip(reversed(dst.shape), reversed(src.shape), strict=False)
@@ -179,6 +230,12 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
         "mul": Builtin("(Tensor a, Tensor b) -> Tensor", mul),
         "mul_scalar": Builtin("(Tensor a, float b) -> Tensor", mul_scalar),
         "tanh": Builtin("(Tensor x) -> Tensor", tanh),
+        "plain_linear": Builtin(
+            "(Tensor x, Tensor weight, int out_features, Tensor? bias=None, Tensor? residual=None,"
+            ' str activation="none", Tensor? mul=None, Tensor? residual2=None, str gate="none") -> Tensor',
+            plain_linear,
+            native=False,
+        ),
         "clamp": Builtin("(Tensor a, float low, float high) -> Tensor", clamp),
         "empty_like": Builtin("(Tensor x) -> Tensor", empty_like),
         "copy_": Builtin("(Tensor(a!) dst, Tensor src) -> ()", copy_),

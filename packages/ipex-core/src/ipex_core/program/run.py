@@ -153,6 +153,16 @@ class Program:
         lines += [f"  {number}: {one}" for number, one in enumerate(self.instructions)]
         return "\n".join(lines)
 
+    def on(self, device: torch.device) -> Program:
+        """Return the program with its constants on a device; off the CPU its instructions run one by one."""
+        return Program(
+            inputs=self.registers_of_inputs,
+            constants={index: tensor.to(device) for index, tensor in self.constants.items()},
+            instructions=self.instructions,
+            outputs=self.outputs,
+            registers=self.registers,
+        )
+
     def run(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the program and return its outputs.
 
@@ -206,9 +216,10 @@ class Program:
                 ints.append(value)
 
         def decoded(value: Any) -> Any:
-            if isinstance(value, Register):
+            kind = type(value)
+            if kind is Register:
                 return (tensors if value.kind == "tensor" else ints)[value.index]
-            return [decoded(one) for one in value] if isinstance(value, tuple) else value
+            return [decoded(one) for one in value] if kind is tuple else value
 
         with torch.no_grad(), _without_autocast():
             for number, instruction in enumerate(self.instructions):
@@ -240,9 +251,11 @@ def _failure(cause: Exception, number: int, op: str) -> Exception:
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:
-    if torch.is_autocast_enabled("cpu"):
-        return torch.autocast("cpu", enabled=False)
-    return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for device in ("cpu", "xpu"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 def without_owner(value: Any) -> Any:
@@ -328,7 +341,10 @@ def _is_supported(program: Program) -> bool:
         return False
     if any(tensor.device.type != "cpu" for tensor in program.constants.values()):
         return False
-    return all(one.op in BUILTINS or one.op in provider.ops for one in program.instructions)
+    return all(
+        BUILTINS[one.op].native if one.op in BUILTINS else one.op in provider.ops
+        for one in program.instructions
+    )
 
 
 def encode(program: Program) -> tuple[list[int], bytes]:

@@ -28,8 +28,8 @@ std::vector<int64_t> find_slots(const OptionalTensor& slot_mapping,
     const int64_t end = cache.size(0) * block_size;
     const Indices given(*slot_mapping);
     for (int64_t t = 0; t < tokens.count; ++t) {
-      IPEX_CHECK(given[t] < end, kOp, ": slot_mapping must hold slots below ", end,
-                 " = num_blocks * block_size, got ", given[t]);
+      IPEX_CHECK(given[t] < end, kOp, ": slot_mapping must hold slots below num_blocks * ",
+                 "block_size = ", end, ", got ", given[t]);
       slots[static_cast<size_t>(t)] = given[t];
     }
     return slots;

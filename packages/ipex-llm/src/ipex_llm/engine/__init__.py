@@ -213,7 +213,8 @@ class Engine:
             one += 0 if draft is None else draft.cache_bytes(1, block_size)
         self.speculative_config = speculative
         most = longest * max_num_seqs
-        blocks = cache_blocks(one, num_blocks, cache_bytes, most, memory_share, states)
+        device = getattr(self.runner, "device", None)
+        blocks = cache_blocks(one, num_blocks, cache_bytes, most, memory_share, states, device)
         if self._states:
             self._cache = self.runner.new_cache(blocks, block_size, cache_dtype, rows)
         else:

@@ -38,6 +38,7 @@ def cache_blocks(
     most: int,
     share: float = DEFAULT_MEMORY_SHARE,
     states: int = 0,
+    device: torch.device | None = None,
 ) -> int:
     """Return the number of blocks of the cache, after a look at the memory that there is.
 
@@ -48,11 +49,12 @@ def cache_blocks(
         most: Blocks that could ever be used.
         share: Part of the free memory, where nothing was asked for.
         states: Bytes of the states of recurrent layers, which come besides.
+        device: Where the cache is; None: on the CPU.
 
     Raises:
         CacheMemoryError: They do not fit the free memory, or the budget holds none.
     """
-    free = available_memory()
+    free = available_memory(device)
     if num_blocks is None:
         budget = cache_bytes
         if budget is None:

@@ -48,12 +48,15 @@ def _number(path: str) -> int | None:
         return None  # no such limit, or "max"
 
 
-def available_memory() -> int | None:
+def available_memory(device: torch.device | None = None) -> int | None:
     """Return the bytes that this process can still use, without swapping; None if the system does not tell.
 
-    On Linux the smaller of what the machine has left and what the control group of the process has left. Files that
+    Of a device, what it has left and what torch keeps of it for later. Of the CPU, on Linux the smaller of what the machine has left and what the control group of the process has left. Files that
     the system keeps in memory count as free: it drops them when the memory is needed.
     """
+    if device is not None and device.type == "xpu":
+        kept = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
+        return torch.xpu.mem_get_info(device)[0] + kept
     found: list[int] = []
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
@@ -291,7 +294,7 @@ class PagedCache:
         if count <= self.num_states or not self.has_states:
             return
         needed = state_bytes(self._shapes) * count
-        free = available_memory()
+        free = available_memory(self.device)
         if free is not None and needed > free:
             raise CacheMemoryError(
                 f"PagedCache: the states must fit the free memory of {format_bytes(free)}, got"
@@ -374,8 +377,7 @@ class PagedCache:
         needed = self.bytes(
             self._shapes, num_blocks, self.block_size, self.dtype, self.scales is not None
         )
-        # A device tells itself what does not fit.
-        free = available_memory() if self.device.type == "cpu" else None
+        free = available_memory(self.device)
         if free is not None and needed > free:  # both are there while the contents move
             raise CacheMemoryError(
                 f"PagedCache: the cache must fit the free memory of {format_bytes(free)}, got"

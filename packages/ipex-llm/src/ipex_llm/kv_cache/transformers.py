@@ -50,7 +50,7 @@ class CacheState:
     ) -> None:
         per = -(-max(tokens, 1) // BLOCK) + 1
         needed = runner.cache_bytes(max(batch, 1) * per, BLOCK, dtype) + runner.state_bytes(batch)
-        free = available_memory()
+        free = available_memory(runner.device)
         if free is not None and needed > free:
             raise CacheMemoryError(
                 f"IpexCache: the cache must fit the free memory of {format_bytes(free)}, got {batch} sequences of"
@@ -150,7 +150,7 @@ class CacheState:
         rows = []
         for part in parts:
             flat = part.transpose(1, 2)
-            flat = flat.flatten(0, 1) if new is None else flat[new]
+            flat = flat.flatten(0, 1) if new is None else flat[new.to(flat.device)]
             rows.append(flat.to(self.dtype).contiguous())
         tensors = self.cache.tensors_of(layer)
         scales: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class CacheState:
             for out, rows in zip(parts, self.cache.rows(layer, blocks, length), strict=True):
                 if self.valid is not None:
                     wide = rows.new_zeros(rows.shape[0], self.length, rows.shape[-1])
-                    wide[:, self.valid[i]] = rows
+                    wide[:, self.valid[i].to(rows.device)] = rows
                     rows = wide
                 out.append(rows)
         return torch.stack(parts[0]), torch.stack(parts[1])

@@ -31,6 +31,7 @@ from ipex_llm.model_runner.dense import (
     WeightStore,
     call_linear,
 )
+from ipex_llm.model_runner.device import DeviceStore, device_of
 from ipex_llm.model_runner.lora import Adapter, LoraSites, PackedLinear
 from ipex_llm.model_runner.mixer import state_shape
 from ipex_llm.model_runner.program import Emitter, Mode
@@ -73,6 +74,8 @@ class Runner:
     Attributes:
         plan: As given.
         dtype: As given.
+        device: Where the weights are and programs run. Elsewhere than on the CPU the instructions of a program are ops
+            of the device, started one by one.
         vocab_size: Width of the logits.
     """
 
@@ -90,7 +93,12 @@ class Runner:
         self.kv_scales = kv_scales
         self.dtype = dtype
         self.vocab_size = plan.vocab_size
-        self.store = WeightStore(dtype, shared)
+        self.device = device_of(plan)
+        self.store = (
+            WeightStore(dtype, shared)
+            if self.device.type == "cpu"
+            else DeviceStore(dtype, self.device, shared)
+        )
         try:
             self.emitter = Emitter(plan, self.store)
             #: Programs by (mode, with logits, cache dtype, with the states of all layers, with layers that read
@@ -115,7 +123,7 @@ class Runner:
         ropes = {} if ropes is None else ropes
         for key in self.emitter.ropes:
             if key not in ropes:
-                ropes[key] = Rope(plans[key], plan.max_positions)
+                ropes[key] = Rope(plans[key], plan.max_positions, self.device)
         self._ropes = [ropes[key] for key in self.emitter.ropes]
         self._lock = threading.Lock()
 
@@ -132,9 +140,10 @@ class Runner:
         programs = self._programs if lora is None else self._lora_programs
         program = programs.get(key)
         if program is None:
-            program = programs[key] = self.emitter.program(
-                *key[:4], self._scales(cache), lora, look
-            )
+            program = self.emitter.program(*key[:4], self._scales(cache), lora, look)
+            if self.device.type != "cpu":
+                program = program.on(self.device)
+            programs[key] = program
         return program
 
     # -------------------------------------------------------------------------------------------------------- adapters
@@ -185,7 +194,10 @@ class Runner:
             ValueError: An argument is out of range.
         """
         own = cache_dtype(dtype, self.dtype)
-        return PagedCache(self.shapes, num_blocks, block_size, own, self._scales(own), num_states)
+        return PagedCache(
+            *(self.shapes, num_blocks, block_size, own, self._scales(own), num_states),
+            device=self.device,
+        )
 
     def cache_bytes(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
@@ -234,7 +246,7 @@ class Runner:
                 whose tokens are all new begins with an empty state.
 
         Returns:
-            Logits ``[R, vocab_size]``, or states ``[T, H]``, in the dtype of the model.
+            Logits ``[R, vocab_size]``, or states ``[T, H]``, in the dtype of the model, on the CPU as the arguments.
 
         Raises:
             RuntimeError: A token, position, slot or block is out of range.
@@ -253,11 +265,12 @@ class Runner:
             logits=not states,
             length=length,
             adapters=adapters,
-        )
+        ).cpu()
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the rows ``[T, H]`` that the first layer reads, and behind them what tokens bring for each layer."""
         plan = self.plan
+        tokens = tokens.to(self.device)
         weight: Any = plan.embedding._parameters["weight"]
         if isinstance(weight, PlannedWeight) and weight.whole:
             h = weight.look_up(tokens)
@@ -299,6 +312,7 @@ class Runner:
         if module is None:
             return h
         at = positions + self.plan.position_offset if self.plan.position_offset else positions
+        at = at.to(self.device)
         return h + torch.nn.functional.embedding(at, position_rows(module)).to(self.dtype)
 
     def run(
@@ -316,6 +330,8 @@ class Runner:
         look: Look | None = None,
     ) -> Tensor:
         """Run rows ``[T, H]`` through the stack; see `forward`.
+
+        Positions and the step are on the CPU, the rows, what sees pictures and the result on the device.
 
         Args:
             states: Gets what each layer reads, ``[T, H]``, and at last the result. Not with ``logits``.
@@ -361,10 +377,23 @@ class Runner:
             inputs.append(adapters)
         if look is not None:
             inputs += look.inputs
+        if self.device.type != "cpu":
+            inputs = self._placed(inputs)
         result, *between = program.run(*inputs)
         if states is not None:
             states += [*between, result]
         return result
+
+    def _placed(self, inputs: list[Any]) -> list[Any]:
+        """Return the inputs of a program with its tensors on the device."""
+        # Writes to tensors of inference mode are not counted, so that each layer would read their numbers back.
+        with torch.inference_mode(False), torch.no_grad():
+            return [
+                one.to(self.device, copy=one.device != self.device)
+                if isinstance(one, Tensor)
+                else one
+                for one in inputs
+            ]
 
 
 def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
@@ -390,8 +419,9 @@ def _rows_shape(plan: AttentionPlan) -> LayerShape:
 class Rope:
     """Cosines and sines of one rotation, for as many positions as were asked for."""
 
-    def __init__(self, plan: RopePlan, positions: int) -> None:
+    def __init__(self, plan: RopePlan, positions: int, device: torch.device | str = "cpu") -> None:
         self.plan = plan
+        self.device = device
         self.by_length = plan.kind in _BY_LENGTH
         scaling = plan.scaling or {}
         original: Any = scaling.get("original_max_position_embeddings")
@@ -445,4 +475,5 @@ class Rope:
         )
         angles = torch.arange(size, dtype=torch.float64).unsqueeze(1) * frequencies
         factor *= plan.factor
-        return (angles.cos() * factor).float(), (angles.sin() * (factor * plan.turn)).float()
+        tables = angles.cos() * factor, angles.sin() * (factor * plan.turn)
+        return tables[0].float().to(self.device), tables[1].float().to(self.device)

@@ -94,6 +94,9 @@ class WeightStore:
             is exchanged in all of them; other shared parameters are packed and kept.
     """
 
+    #: Where the weights are.
+    device = torch.device("cpu")
+
     def __init__(self, dtype: torch.dtype, shared: Mapping[int, Owners] | None = None) -> None:
         self.dtype = dtype
         self.shared = shared or {}
@@ -150,6 +153,11 @@ class WeightStore:
             self._memo[own] = self._any([plan], False)
         self._memo[key] = self._memo[own]
 
+    def plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return a linear layer of a weight that is no parameter, ``[N, K]``."""
+        packed = torch.ops.ipex.pack_linear_weight(weight)
+        return Linear("linear", packed, weight.shape[0], bias)
+
     def fused_gate(self, plan: LinearPlan) -> Linear:
         """Pack one module that holds gate rows and then up rows, interleaved."""
         key = (True, *map(id, plan.modules))
@@ -202,7 +210,7 @@ class WeightStore:
         for module in modules:
             _unpack(module)
         parts = [self._rows(plan) for plan in plans]
-        wide = _interleaved(parts, fused) if gated else parts[0]
+        wide = self._paired(parts, fused) if gated else parts[0]
         features = wide.shape[0]
         if gated:
             features = parts[0].shape[0] // 2 if fused else parts[0].shape[0]
@@ -245,14 +253,20 @@ class WeightStore:
                 rows = _out_features(module, plan.transposed)
                 if bias is not None:
                     self._plain.append((module, "bias", bias, version_of(bias)))
-                parts.append(torch.zeros(rows) if bias is None else bias.detach())
+                parts.append(
+                    torch.zeros(rows, device=self.device) if bias is None else bias.detach()
+                )
             whole = torch.cat([part.to(self.dtype) for part in parts])
             found.append(whole if plan.order is None else whole[plan.order])
         if not some:
             return None
         if fused or len(plans) == 2:
-            return _interleaved(found, fused).contiguous()
+            return self._paired(found, fused).contiguous()
         return found[0]
+
+    def _paired(self, parts: list[Tensor], fused: bool) -> Tensor:
+        """Return the rows of a gate and of its factor as one weight: two parts, or one that has both."""
+        return _interleaved(parts, fused)
 
     # ------------------------------------------------------------------------------------------------- the way back
 
@@ -358,25 +372,25 @@ def _features(module: Any) -> int:
     return int(module.out_features)
 
 
-def check_packable(modules: Iterable[nn.Module]) -> None:
-    """Raise if a module has hooks, or its weight is no plain floating matrix.
+def check_packable(modules: Iterable[nn.Module], device: str = "cpu") -> None:
+    """Raise if a module has hooks, or its weight is no plain floating matrix on a device.
 
     Raises:
         UnsupportedPlan: The text says what it has.
     """
     for module in modules:
-        reason = _not_packable(module)
+        reason = _not_packable(module, device)
         if reason is not None:
             raise UnsupportedPlan(f"{class_name(module)}: {reason}")
 
 
-def _not_packable(module: nn.Module) -> str | None:
+def _not_packable(module: nn.Module, device: str) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "it has no parameter weight"
     if weight.dim() != 2 or not weight.is_floating_point():
         return f"its weight is {weight.dim()}-D of dtype {weight.dtype}"
-    if weight.device.type != "cpu":
+    if weight.device.type != device:
         return f"its weight is on {weight.device}"
     kind: Any = type(module)
     if not isinstance(module, OptimizedModule) and not _is_plain(kind):
@@ -443,7 +457,9 @@ class PlannedWeight(PackedWeight):
         shape: torch.Size,
         requires_grad: bool,
     ) -> PlannedWeight:
-        self: PlannedWeight = hollow(PlannedWeight, shape, former.dtype, requires_grad)
+        self: PlannedWeight = hollow(
+            PlannedWeight, shape, former.dtype, requires_grad, former.device
+        )
         self.packed, self.form, self.start, self.rows = packed, "plan", 0, None
         self.gated = None
         self.recover, self.former = recover, former

@@ -201,7 +201,7 @@ class _StackPart(_Packed):
 
 
 def _pack_listed(store: WeightStore, count: int, gate_up: Modules, down: Modules) -> Experts:
-    check_packable((*gate_up, *down))
+    check_packable((*gate_up, *down), store.device.type)
     for module in (*gate_up, *down):
         _unpack(module)
     made: list[Tensor] = []
@@ -258,7 +258,9 @@ def _list_biases(
             if module.bias is not None:
                 store._plain.append((module, "bias", module.bias, version_of(module.bias)))
         rows = [
-            torch.zeros(m.out_features) if m.bias is None else m.bias.detach().float()
+            torch.zeros(m.out_features, device=store.device)
+            if m.bias is None
+            else m.bias.detach().float()
             for m in modules
         ]
         sides = [torch.stack(rows[at : at + count]) for at in range(0, len(rows), count)]

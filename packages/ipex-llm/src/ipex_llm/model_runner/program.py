@@ -203,7 +203,7 @@ class Emitter:
 
     def _pack_experts(self, packed: LayerWeights, mlp: ExpertsPlan) -> None:
         store = self.store
-        packed.router = _router(mlp, store.dtype)
+        packed.router = _router(store, mlp)
         packed.experts = pack_experts(store, mlp)
         packed.entry, packed.exit = self._linear(mlp.entry), self._linear(mlp.exit)
         if mlp.shared is not None:
@@ -324,7 +324,7 @@ class Emitter:
         return self._norms[key]
 
 
-def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
+def _router(store: WeightStore, mlp: ExpertsPlan) -> Linear:
     weight: Any = mlp.router._parameters.get("weight")
     if isinstance(weight, PackedWeight):  # a linear layer, which ipex_core.optimize has packed
         weight = weight.plain()
@@ -333,10 +333,8 @@ def _router(mlp: ExpertsPlan, dtype: torch.dtype) -> Linear:
     weight = weight.detach()
     if mlp.norms is not None:
         weight = weight.float() * mlp.norms.factors.to(weight.device)
-    weight = weight.to(dtype).contiguous()
     bias = None if mlp.router_bias is None else mlp.router_bias.detach()
-    packed = torch.ops.ipex.pack_linear_weight(weight)
-    return Linear("linear", packed, weight.shape[0], bias)
+    return store.plain(weight.to(store.dtype).contiguous(), bias)
 
 
 def _check(layer: LayerPlan) -> None:

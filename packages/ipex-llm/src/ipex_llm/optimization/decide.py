@@ -23,6 +23,7 @@ from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.distributed import TensorParallel, divisible, is_sharded, uncovered
 from ipex_llm.distributed.cut import GRAINS
 from ipex_llm.distributed.shard import head_sizes, inner_size, shard_numbers
+from ipex_llm.model_runner.device import reason_on_device
 from ipex_llm.model_runner.encoder_decoder import unsupported_pair
 from ipex_llm.model_runner.program import unsupported_reason
 from ipex_llm.model_runner.woq_model import Choice, choose
@@ -230,9 +231,12 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
     elif request.static:
         reason = reason or "the model is static INT8"
     elif not reason:
-        if is_pair(model):
+        pair = is_pair(model)
+        if pair and request.device.type == "cpu":
             return _pair(model, request, form, grains)
         found, reason = find_plan(model)
+        if pair:
+            found, reason = None, "on xpu, encoder-decoders have no program"
     divided = sharded or (parallel is not None and parallel.ranks > 1)
     whole = found if parallel is not None else None
     dtype = request.dtype or _first_dtype(model)
@@ -247,10 +251,11 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
     scales = None
     if stack is not None:
         scales = _fitting(stack, request)
-        reason = unsupported_reason(stack, _cast(row_dtype(stack, form), request), form)
+        reason = None if request.device.type == "cpu" else reason_on_device(stack)
+        reason = reason or unsupported_reason(stack, _cast(row_dtype(stack, form), request), form)
         stack = stack if reason is None else None
     layers: list[Found] = []
-    if stack is None and request.depth > 1 and not divided:
+    if stack is None and request.depth > 1 and not divided and request.device.type == "cpu":
         layers = _layers(model, request, dtype, form)
     plan = _described(model, request, stack, reason, layers, choice, scales, whole, grains)
     return Decision(plan, request, whole, stack, tuple(layers), choice, scales, grains)

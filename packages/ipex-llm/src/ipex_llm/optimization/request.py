@@ -105,8 +105,8 @@ def checked(
     if type(depth) is not int or depth not in (1, 2, 3):
         raise OpArgumentError(f"optimize: depth must be 1, 2 or 3, got {depth!r}")
     shallow = "" if depth == 3 else f"depth is {depth}"
-    if place.type == "xpu":
-        depth, shallow = 1, "on xpu norms and gated MLPs are fused, and no programs are made"
+    if place.type == "xpu" and (depth < 3 or tp_group is not None):
+        depth, shallow = 1, shallow or "on xpu, a divided model has no program"
     elif static and qconfig_summary_file is None:
         depth, shallow = 1, "the model is left as it is, to be calibrated"
     elif not deployment_mode:

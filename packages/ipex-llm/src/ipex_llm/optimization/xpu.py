@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimize` for the device xpu: the model layer by layer, with fused ops in the place of its norms and gated MLPs."""
+"""`optimize` for the device xpu.
+
+A decoder runs as programs, whose instructions are ops of the device. Other models run layer by layer, with fused ops in
+the place of their norms and gated MLPs.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+import ipex_core
 from ipex_core.errors import OpArgumentError
 from ipex_llm.arch import AttentionPlan, DecoderPlan, MlpPlan, NormPlan
 from ipex_llm.distributed.divide import adopt, divide
 from ipex_llm.distributed.group import ShardedModule, uncovered
 from ipex_llm.kv_cache.device import quantize_cache, shapes_of
 from ipex_llm.model_runner.woq_model import choose, quantize
-from ipex_llm.optimization.decide import grains_of
+from ipex_llm.optimization.decide import decide, grains_of
 from ipex_llm.optimization.request import Request
-from ipex_llm.patch import find_plan, share_random
+from ipex_llm.patch import attach_decoder, find_plan, share_random
+from ipex_llm.patch.decoder import patch_of
 from ipex_llm.records import is_sharded
 
 logger = logging.getLogger("ipex.llm")
@@ -43,16 +49,21 @@ def optimize_on_xpu(
     if request.kv is not None:  # raises before anything is changed
         _scales(request, len(shapes_of(*_plan(model, request))))
     adopt(model)
-    # Weights are divided and packed on the host.
+    # What is decided, divided and quantized is on the host.
+    if any(patch_of(module) is not None for module in model.modules()):
+        ipex_core.restore(model)  # the arguments may be others now
+    model.to("cpu")
     if request.static:
         if request.summary is None:
             return model  # to be calibrated
-        model = quantize_static(model.to("cpu"), request, [])[0]
+        model = quantize_static(model, request, [])[0]
     elif request.checkpoint is not None:
         load(model, request)
     elif request.parallel is not None:
-        divide(model.to("cpu"), request.parallel, grains=grains_of(config))
-    plan, reason = _plan(model, request)
+        divide(model, request.parallel, grains=grains_of(config))
+    decision = decide(model, request) if request.depth == 3 else None
+    stack = None if decision is None else decision.stack
+    plan, reason = (stack, None) if stack is not None else _plan(model, request)
     shapes = [] if request.kv is None else shapes_of(plan, reason)
     scales = _scales(request, len(shapes))
     if config is not None:
@@ -61,6 +72,13 @@ def optimize_on_xpu(
     if dtype is not None and dtype != torch.float32:
         model.to(dtype)
     model.to(device)
+    if decision is not None:
+        problem = decision.plan.reason
+        if stack is not None and plan is not None:
+            problem = attach_decoder(model, plan, request.kv, decision.kv_scales)
+        if problem is None:
+            return model
+        logger.info("optimize: %s on %s: layer by layer: %s", type(model).__name__, device, problem)
     if request.kv is not None:
         quantize_cache(model, shapes, request.kv, scales)
     if plan is None:

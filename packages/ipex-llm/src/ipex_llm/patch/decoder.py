@@ -220,12 +220,16 @@ class DecoderMixin(nn.Module):
             first = kwargs.get("input_ids")
             first = kwargs.get("inputs_embeds") if first is None else first
             assert first is not None
-            state.next_valid = mask[:, -first.shape[1] :].bool()
+            state.next_valid = mask[:, -first.shape[1] :].bool().cpu()
         return super().forward(**kwargs)
 
     def _run(self, runner: Runner, kwargs: dict[str, Any]) -> Any:
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         self._check(runner, kwargs)
+        if runner.device.type != "cpu":  # where tokens stand is decided on the CPU
+            for name in ("attention_mask", "position_ids"):
+                if isinstance(kwargs.get(name), Tensor):
+                    kwargs = {**kwargs, name: kwargs[name].cpu()}
         first = ids if embeds is None else embeds
         assert first is not None
         batch, count = first.shape[:2]
@@ -241,7 +245,7 @@ class DecoderMixin(nn.Module):
             check_call(runner.plan.stock_calls, kwargs, state.length, count, new is not None)
         if new is not None:
             positions = positions.expand(batch, count)[new]
-            first = first[new]
+            first = first[new.to(first.device)]
         else:
             positions = positions.expand(batch, count).reshape(-1)
             first = first.reshape(batch * count, *first.shape[2:])
@@ -271,7 +275,7 @@ class DecoderMixin(nn.Module):
             if new is None:
                 return rows.view(batch, count, -1)
             out = rows.new_zeros(batch, count, rows.shape[-1])
-            out[new] = rows
+            out[new.to(rows.device)] = rows
             return out
 
         out = placed(rows)
@@ -334,7 +338,7 @@ class DecoderMixin(nn.Module):
             raise Reason("inputs_embeds of a model whose layers read the tokens")
         if embeds is not None and runner.plan.embedding_scale != 1.0:
             raise Reason("inputs_embeds of a model that scales its embeddings")
-        if first.device.type != "cpu":
+        if first.device != runner.device:
             raise Reason(f"the input is on {first.device}")
         if self._wants_states(kwargs):
             plan = runner.plan

@@ -176,6 +176,8 @@ def start(
         raise Reason("the model has no head")
     if synced_gpus:
         raise Reason("synced_gpus")
+    if runner.device.type != "cpu":
+        raise Reason(f"the model is on {runner.device}")
     if "generate" in runner.plan.stock_calls:
         raise Reason("not proven: generate")
     _check_options(config, model_kwargs, beams)
