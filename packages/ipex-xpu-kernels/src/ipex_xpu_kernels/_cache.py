@@ -52,7 +52,9 @@ class _Rows:
     version: int
 
     def __call__(self, positions: Tensor) -> Tensor:
-        return table_rows(self.op, self.table, self.table.new_empty(*positions.shape, 1, 1), positions)
+        return table_rows(
+            self.op, self.table, self.table.new_empty(*positions.shape, 1, 1), positions
+        )
 
 
 def _rows(op: str, table: Tensor, query: Tensor, position_ids: Tensor | None) -> Tensor:

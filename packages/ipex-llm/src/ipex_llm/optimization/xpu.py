@@ -16,6 +16,8 @@ from torch import nn
 
 import ipex_core
 from ipex_core.errors import OpArgumentError
+from ipex_core.module_swap.state_dict import update as update_core
+from ipex_core.optimization.records import Log, Options, log_of
 from ipex_llm.arch import AttentionPlan, DecoderPlan, MlpPlan, NormPlan
 from ipex_llm.distributed.divide import adopt, divide
 from ipex_llm.distributed.group import ShardedModule, uncovered
@@ -24,7 +26,6 @@ from ipex_llm.model_runner.woq_model import choose, quantize
 from ipex_llm.optimization.decide import decide, grains_of
 from ipex_llm.optimization.request import Request
 from ipex_llm.patch import attach_decoder, find_plan, share_random
-from ipex_llm.patch.decoder import patch_of
 from ipex_llm.records import is_sharded
 
 logger = logging.getLogger("ipex.llm")
@@ -46,13 +47,13 @@ def optimize_on_xpu(
     """
     dtype, device = request.dtype, request.device
     config = request.weight_config
+    if log_of(model) is not None:
+        ipex_core.restore(model)  # the arguments may be others now
+    # What is decided, divided and quantized is on the host.
+    model.to("cpu")
     if request.kv is not None:  # raises before anything is changed
         _scales(request, len(shapes_of(*_plan(model, request))))
     adopt(model)
-    # What is decided, divided and quantized is on the host.
-    if any(patch_of(module) is not None for module in model.modules()):
-        ipex_core.restore(model)  # the arguments may be others now
-    model.to("cpu")
     if request.static:
         if request.summary is None:
             return model  # to be calibrated
@@ -77,6 +78,9 @@ def optimize_on_xpu(
         if stack is not None and plan is not None:
             problem = attach_decoder(model, plan, request.kv, decision.kv_scales)
         if problem is None:
+            log = Log(Options(dtype=dtype, level="O1", channels_last=False))
+            log.add("", model, "llm", True, decision.plan.summary, "torch.ops.ipex of the device")
+            update_core(model, log=log)
             return model
         logger.info("optimize: %s on %s: layer by layer: %s", type(model).__name__, device, problem)
     if request.kv is not None:
