@@ -231,9 +231,9 @@ def _runner(model: Any) -> Any:
     return record_of(model).runner
 
 
-#: Prefix of the classes in transformers -> sizes, each for a structure of its own: positions that are looked up, weights
-#: that lie the other way, queries, keys and values in another order, ALiBi, norms of heads, windows with bounds of scores,
-#: blocks side by side, experts in a stack, with what all tokens share, and with biases and sinks.
+#: Prefix of the classes in transformers -> sizes, each for a structure of its own: positions that are looked up,
+#: weights that lie the other way, queries, keys and values in another order, ALiBi, norms of heads, windows with bounds
+#: of scores, blocks side by side, experts in a stack, with what all tokens share, and with biases and sinks.
 STRUCTURES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},

@@ -210,7 +210,21 @@ void dot_rows(const T* a, const T* x, const T* c, T* y, unsigned long steps, lon
   const long i = static_cast<long>(row.index) - batch * rows;
   a += batch * a_batch + i * a_row;
   x += batch * x_batch;
-  float value = alpha * row.sum([=](unsigned long step) { return load(a, step) * load(x, step); });
+  float value;
+#ifdef IPEX_GPU
+  constexpr int kCount = Wide<T>::count;
+  if (steps % kCount == 0 && aligned(a, x)) {  // 16 bytes of both at once
+    float total = 0.f;
+    row.each_of(steps / kCount, [&](unsigned long part) IPEX_INLINE {
+      const auto left = load_wide(a + part * kCount), right = load_wide(x + part * kCount);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) total += left.get(j) * right.get(j);
+    });
+    value = row.joined(total, sycl::plus<float>());
+  } else
+#endif
+    value = row.sum([=](unsigned long step) { return load(a, step) * load(x, step); });
+  value *= alpha;
   if (!row.leader()) return;
   if (beta != 0.f) value += beta * load(c, batch * c_batch + i * c_row);
   store(y, batch * y_batch + i * y_row, value);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,12 @@ def _rows(op: str, table: Tensor, query: Tensor, position_ids: Tensor | None) ->
     return read_once(position_ids, _Rows(op, table, table._version))
 
 
+@functools.cache
+def _inverse(scale: float) -> float:
+    """Return the reciprocal, rounded to float32 as the definition has it."""
+    return (1.0 / torch.tensor(scale, dtype=torch.float32)).item()
+
+
 def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: float, scales: Tensor | None) -> None:
     """Write rows ``[tokens, heads, size]`` to the int64 ``slots`` of a cache, all on the device."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -77,10 +84,8 @@ def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: float, scales: Tensor
         name = kernel("write_cache_scaled", x.dtype)
         launch_rows(name, x, tokens * heads, cache, scales, x, *place, *scales.stride())
         return
-    # The reciprocal is rounded to float32, as the definition has it.
-    inverse = (1.0 / torch.tensor(scale, dtype=torch.float32)).item()
     name = kernel("write_cache", x.dtype, cache.dtype)
-    launch_columns(name, x, tokens * heads, size, cache, x, *place, inverse)
+    launch_columns(name, x, tokens * heads, size, cache, x, *place, _inverse(scale))
 
 
 def _writer(op: str) -> Callable[..., bool]:

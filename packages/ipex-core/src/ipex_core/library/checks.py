@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -264,6 +266,24 @@ def row_bench(
             lambda dtype, r=rows, c=columns: make(r, c, dtype),
             lambda dtype, n=rows * columns: moves * n * dtype.itemsize,
         )
+
+
+_checked = threading.local()
+
+
+@contextlib.contextmanager
+def arguments_were_checked() -> Iterator[None]:
+    """Let ops that ask `are_checked` take their arguments unchecked in this thread: a call with like ones was checked."""
+    before, _checked.done = are_checked(), True
+    try:
+        yield
+    finally:
+        _checked.done = before
+
+
+def are_checked() -> bool:
+    """Return whether arguments of ops were checked already; see `arguments_were_checked`."""
+    return getattr(_checked, "done", False)
 
 
 #: Tensor -> what reads it -> what the tensor was like, and what was read.

@@ -19,6 +19,7 @@ from ipex_core.errors import OpArgumentError
 from ipex_core.kernels import providers
 from ipex_core.library.kernels import LIBRARY, define, specs
 from ipex_core.program.builtins import BUILTINS
+from ipex_core.program.device import DeviceRun
 
 # The three ops are defined here and not by an `OpSpec`. What a spec demands of an op makes no sense for them: they have
 # no samples, as a handle means nothing in another process; no reference, as `Program.run_reference` is that; no fake
@@ -120,6 +121,7 @@ class Program:
         self._tensors = [i for i, r in enumerate(inputs) if r.kind == "tensor"]
         self._ints = [i for i, r in enumerate(inputs) if r.kind == "int"]
         self._native = NativeProgram()
+        self._on_device: DeviceRun | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy makes its own native program: a handle belongs to one object of one process.
@@ -155,13 +157,17 @@ class Program:
 
     def on(self, device: torch.device) -> Program:
         """Return the program with its constants on a device; off the CPU its instructions run one by one."""
-        return Program(
+        program = Program(
             inputs=self.registers_of_inputs,
             constants={index: tensor.to(device) for index, tensor in self.constants.items()},
             instructions=self.instructions,
             outputs=self.outputs,
             registers=self.registers,
         )
+        if device.type != "cpu":
+            functions = [_function(one.op) for one in self.instructions]
+            program._on_device = DeviceRun(program, functions)
+        return program
 
     def run(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the program and return its outputs.
@@ -175,7 +181,12 @@ class Program:
                 what they wrote to caches stays.
         """
         # A compiler sees the ops of the program, not one call that it knows nothing of.
-        handle = None if torch.compiler.is_compiling() else self._native.handle(self)
+        compiling = torch.compiler.is_compiling()
+        if self._on_device is not None and not compiling:
+            self._check_inputs(inputs)
+            with _without_autocast():
+                return self._on_device.run(inputs)
+        handle = None if compiling else self._native.handle(self)
         if handle is None:
             return self.run_reference(*inputs)
         if len(inputs) != len(self.registers_of_inputs):
@@ -227,13 +238,18 @@ class Program:
                 try:
                     output = _function(instruction.op)(*args)
                 except Exception as cause:
-                    raise _failure(cause, number, instruction.op) from cause
+                    raise self.failure(cause, number) from cause
                 results = output if len(instruction.results) > 1 else (output,)
                 for index, result in zip(instruction.results, results, strict=False):
                     tensors[index] = result
                 for index in instruction.frees:
                     tensors[index] = None
         return tuple(tensors[index] for index in self.outputs)  # type: ignore[misc]
+
+    def failure(self, cause: Exception, number: int) -> Exception:
+        """Return the error of an instruction: of the cause's class where that can be told apart, with its place."""
+        kind = OpArgumentError if isinstance(cause, OpArgumentError) else RuntimeError
+        return kind(f"program: instruction {number} ({self.instructions[number].op}): {cause}")
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -242,12 +258,6 @@ def _function(name: str) -> Callable[..., Any]:
         builtin.reference if builtin is not None else specs()[name].op.default
     )
     return function
-
-
-def _failure(cause: Exception, number: int, op: str) -> Exception:
-    """Return the error of an instruction: of the cause's class where that can be told apart, with its place."""
-    kind = OpArgumentError if isinstance(cause, OpArgumentError) else RuntimeError
-    return kind(f"program: instruction {number} ({op}): {cause}")
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -237,6 +237,8 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
         found, reason = find_plan(model)
         if pair:
             found, reason = None, "on xpu, encoder-decoders have no program"
+        if found is not None and request.device.type != "cpu":
+            reason = reason_on_device(found)
     divided = sharded or (parallel is not None and parallel.ranks > 1)
     whole = found if parallel is not None else None
     dtype = request.dtype or _first_dtype(model)
@@ -251,8 +253,7 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
     scales = None
     if stack is not None:
         scales = _fitting(stack, request)
-        reason = None if request.device.type == "cpu" else reason_on_device(stack)
-        reason = reason or unsupported_reason(stack, _cast(row_dtype(stack, form), request), form)
+        reason = unsupported_reason(stack, _cast(row_dtype(stack, form), request), form)
         stack = stack if reason is None else None
     layers: list[Found] = []
     if stack is None and request.depth > 1 and not divided and request.device.type == "cpu":

@@ -168,11 +168,12 @@ bool multiply_vector(const Product& p) {
   if (p.y.size(2) != 1 || p.a.stride(2) != 1) return false;
   const Tensor x = p.b.stride(2) == 1 ? p.b : p.b.contiguous();
   const std::int64_t steps = p.a.size(2);
-  launch_rows(p.y, kernel_name("dot_rows", p.dtype), p.y.size(0) * p.y.size(1), steps,
-              p.a.const_data_ptr(), x.const_data_ptr(), data(p.c), p.y.mutable_data_ptr(),
-              ulong(steps), p.y.size(1), p.a.stride(0), p.a.stride(1), x.stride(0),
-              stride_of(p.c, 0), stride_of(p.c, 1), p.y.stride(0), p.y.stride(1), p.alpha,
-              p.c.defined() ? p.beta : 0.f);
+  constexpr std::int64_t kBytes = 128;  // of an item
+  launch_wide_rows(p.y, kernel_name("dot_rows", p.dtype), p.y.size(0) * p.y.size(1), steps, kBytes,
+                   p.a.const_data_ptr(), x.const_data_ptr(), data(p.c), p.y.mutable_data_ptr(),
+                   ulong(steps), p.y.size(1), p.a.stride(0), p.a.stride(1), x.stride(0),
+                   stride_of(p.c, 0), stride_of(p.c, 1), p.y.stride(0), p.y.stride(1), p.alpha,
+                   p.c.defined() ? p.beta : 0.f);
   return true;
 }
 
@@ -230,8 +231,9 @@ bool multiply_joint(const Product& product, const Product& other) {
   constexpr std::int64_t kFewest = 16;
   const auto device = static_cast<c10::DeviceIndex>(product.y.get_device());
   const std::size_t sub_group = device_info(device).joint_sub_group;
-  if (sub_group == 0 || product.y.scalar_type() == at::kFloat || product.y.size(1) < kFewest ||
-      product.y.size(2) < kFewest || product.a.size(2) < kFewest)
+  // Few rows by many columns, or the other way round, are worth it for the operand that is large.
+  if (sub_group == 0 || product.y.scalar_type() == at::kFloat ||
+      std::max(product.y.size(1), product.y.size(2)) < kFewest || product.a.size(2) < kFewest)
     return false;
   int a = joint_dim(product.a);
   int b = joint_dim(product.b);
