@@ -212,11 +212,12 @@ void dot_rows(const T* a, const T* x, const T* c, T* y, unsigned long steps, lon
   x += batch * x_batch;
   float value;
 #ifdef IPEX_GPU
-  constexpr int kCount = Wide<T>::count;
-  if (steps % kCount == 0 && aligned(a, x)) {  // 16 bytes of both at once
+  constexpr int kCount = ipex::Wide<T>::count;
+  if (steps % kCount == 0 && ipex::aligned(a, x)) {  // 16 bytes of both at once
     float total = 0.f;
     row.each_of(steps / kCount, [&](unsigned long part) IPEX_INLINE {
-      const auto left = load_wide(a + part * kCount), right = load_wide(x + part * kCount);
+      const auto left = ipex::load_wide(a + part * kCount);
+      const auto right = ipex::load_wide(x + part * kCount);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) total += left.get(j) * right.get(j);
     });

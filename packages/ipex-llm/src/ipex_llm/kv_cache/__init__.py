@@ -51,8 +51,9 @@ def _number(path: str) -> int | None:
 def available_memory(device: torch.device | None = None) -> int | None:
     """Return the bytes that this process can still use, without swapping; None if the system does not tell.
 
-    Of a device, what it has left and what torch keeps of it for later. Of the CPU, on Linux the smaller of what the machine has left and what the control group of the process has left. Files that
-    the system keeps in memory count as free: it drops them when the memory is needed.
+    Of a device, what it has left and what torch keeps of it for later. Of the CPU, on Linux the smaller of what the
+    machine has left and what the control group of the process has left. Files that the system keeps in memory count as
+    free: it drops them when the memory is needed.
     """
     if device is not None and device.type == "xpu":
         kept = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
