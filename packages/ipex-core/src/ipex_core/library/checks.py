@@ -273,7 +273,7 @@ _checked = threading.local()
 
 @contextlib.contextmanager
 def arguments_were_checked() -> Iterator[None]:
-    """Let ops that ask `are_checked` take their arguments unchecked in this thread: a call with like ones was checked."""
+    """Let ops that ask `are_checked` not check their arguments in this thread: a call with like ones was checked."""
     before, _checked.done = are_checked(), True
     try:
         yield

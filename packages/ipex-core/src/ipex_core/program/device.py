@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a program on a device other than the CPU: its instructions one after the other, as ops of the device.
 
-A device computes while the host starts what comes next, and the steps of a decoder are shorter than what it takes the host
-to call some hundred ops in the usual way. So arguments are checked at the first run with inputs of some shapes, and calls
-go by torch's layers for derivatives, which programs do not have.
+A device computes while the host starts what comes next, and to call some hundred ops in the usual way takes the host
+longer than the step of a decoder takes the device. So arguments are checked at the first run with inputs of some
+shapes, and calls go past torch's layers for derivatives, which programs do not have.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ipex_core.library.checks import arguments_were_checked
+from ipex_core.program.instruction import Instruction, Register
 
 if TYPE_CHECKING:
-    from ipex_core.program.run import Instruction, Program
+    from ipex_core.program.run import Program
 
 __all__ = ["DeviceRun"]
 
@@ -71,8 +72,6 @@ class DeviceRun:
 
     @staticmethod
     def _prepared(one: Instruction, function: Callable[..., Any]) -> _Call:
-        from ipex_core.program.run import Register
-
         places = [
             (i, a.index, a.kind == "tensor") for i, a in enumerate(one.args) if type(a) is Register
         ]
@@ -109,7 +108,7 @@ class DeviceRun:
         def of(values: tuple[Any, ...]) -> list[Any]:
             return [
                 (tensors if one.kind == "tensor" else ints)[one.index]
-                if hasattr(one, "kind")
+                if type(one) is Register
                 else of(one)
                 if type(one) is tuple
                 else one

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.library import fallthrough_kernel
@@ -20,6 +19,7 @@ from ipex_core.kernels import providers
 from ipex_core.library.kernels import LIBRARY, define, specs
 from ipex_core.program.builtins import BUILTINS
 from ipex_core.program.device import DeviceRun
+from ipex_core.program.instruction import Instruction, Register
 
 # The three ops are defined here and not by an `OpSpec`. What a spec demands of an op makes no sense for them: they have
 # no samples, as a handle means nothing in another process; no reference, as `Program.run_reference` is that; no fake
@@ -38,56 +38,6 @@ _VERSION = 1
 
 # Kinds of arguments, as the native decoder numbers them.
 _NONE, _TENSOR, _INT, _FLOAT, _BOOL, _STRING, _DTYPE, _LIST = range(8)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Register:
-    """The place of a value in a program: a tensor, or an integer input. Made by a `ProgramBuilder`."""
-
-    index: int
-    kind: Literal["tensor", "int"]
-    name: str = ""
-    owner: object = dataclasses.field(default=None, repr=False)
-
-    def __str__(self) -> str:
-        return f"%{self.index}" if self.kind == "tensor" else f"${self.name}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Instruction:
-    """One op call.
-
-    Attributes:
-        op: Name of an op of ``torch.ops.ipex`` or of a built-in.
-        args: One value per parameter of the schema: a `Register`, a number, a string, a dtype, None, or a tuple of
-            them.
-        results: Tensor registers that get the results.
-        frees: Tensor registers that nothing reads afterwards.
-        recycles: Those of ``frees`` whose memory nothing can refer to any more.
-    """
-
-    op: str
-    args: tuple[Any, ...]
-    results: tuple[int, ...]
-    frees: tuple[int, ...] = ()
-    recycles: tuple[int, ...] = ()
-
-    def reads(self) -> Iterator[int]:
-        """Yield the tensor registers among the arguments."""
-        for value in self.args:
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, Register) and one.kind == "tensor":
-                    yield one.index
-
-    def __str__(self) -> str:
-        def text(value: Any) -> str:
-            if isinstance(value, tuple):
-                return f"[{', '.join(map(text, value))}]"
-            return str(value) if isinstance(value, Register) else repr(value)
-
-        left = ", ".join(f"%{index}" for index in self.results)
-        call = f"{self.op}({', '.join(map(text, self.args))})"
-        return f"{left} = {call}" if left else call
 
 
 class Program:
@@ -266,13 +216,6 @@ def _without_autocast() -> contextlib.AbstractContextManager[Any]:
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
-
-
-def without_owner(value: Any) -> Any:
-    """Return an argument without the builder in its registers, which would keep everything it knows alive."""
-    if isinstance(value, Register):
-        return Register(value.index, value.kind, value.name)
-    return tuple(map(without_owner, value)) if isinstance(value, tuple) else value
 
 
 def _rebuild(

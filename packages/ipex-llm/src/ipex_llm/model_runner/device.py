@@ -33,6 +33,8 @@ def reason_on_device(plan: DecoderPlan) -> str | None:
         return "on xpu, layers that keep a state have no program"
     if any(attention.latent is not None for attention in plan.attentions):
         return "on xpu, attention with latents has no program"
+    if any(attention.experts is not None for attention in plan.attentions):
+        return "on xpu, attention with experts has no program"
     if plan.pictures:
         return "on xpu, layers that read pictures have no program"
     if plan.parallel is not None:
