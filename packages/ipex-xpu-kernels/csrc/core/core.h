@@ -9,6 +9,7 @@
 #include <string_view>
 #include <sycl/sycl.hpp>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 // Contract version of this package; must equal the version of the core.
@@ -67,6 +68,8 @@ constexpr int priority_of(std::int64_t stream) {
 sycl::queue& queue(int device, int stream);
 // The number of the stream that has this queue.
 std::optional<int> stream_of(const sycl::queue* queue, int device);
+// Device and stream of a queue; the stream is -1 for a queue of others.
+std::pair<int, int> place_of(const sycl::queue& queue);
 void synchronize(int device);
 // Waits for all queues of all devices and lets no further queue be made: before the SYCL run-time
 // goes away.
@@ -120,20 +123,54 @@ void start_kernel_times();
 // Waits for the kept kernels and returns their times in the order of their starts; no more are
 // kept. Throws std::runtime_error where a queue does not measure.
 std::vector<KernelTime> stop_kernel_times();
-// Whether times are kept, and the event of a kernel that was started meanwhile.
+
+enum class Work : std::uint8_t { Kernel, Copy, Fill };
+// What a device did while a profile was open. Times are nanoseconds of the host's clock since 1970.
+struct ProfiledWork {
+  std::string name;
+  Work kind = Work::Kernel;
+  int device = 0;
+  int stream = 0;
+  std::int64_t begin = 0;  // on the device
+  std::int64_t end = 0;
+  std::int64_t submit_begin = 0;  // on the host
+  std::int64_t submit_end = 0;
+  int thread = 0;                          // the system's number of the thread that submitted
+  std::uint64_t op = 0;                    // the innermost op of that thread, see push_op; 0: none
+  std::vector<std::uint64_t> annotations;  // its open annotations, the outermost first
+};
+// A profile beside kernel_times, with copies. There is one at a time: starting another one drops
+// what was kept.
+void start_profile();
+// Waits for what was kept. Throws std::runtime_error where a queue does not measure.
+std::vector<ProfiledWork> stop_profile();
+// The op that the calling thread is in, by a number that is not 0, and what its user calls it.
+void push_op(std::uint64_t id);
+void pop_op();
+void push_annotation(std::uint64_t id);
+void pop_annotation();
+
+// Whether times are kept, and what was submitted meanwhile; `begin` is host_time() before that.
 bool keeps_times();
-void keep_time(std::string_view name, const sycl::event& event);
+std::int64_t host_time();
+void keep_time(const sycl::queue& q, std::string_view name, Work kind, std::int64_t begin,
+               const sycl::event& event);
 
 // Submits what starts a kernel. An event costs the host and the device microseconds, and queues are
 // in order: there is one only while times are kept.
 template <typename F>
 void submit(sycl::queue& q, std::string_view name, F start) {
   if (keeps_times()) {
-    keep_time(name, q.submit(start));
+    const std::int64_t begin = host_time();
+    keep_time(q, name, Work::Kernel, begin, q.submit(start));
   } else {
     sycl::ext::oneapi::experimental::submit(q, start);
   }
 }
+
+// As the functions of a queue.
+sycl::event submit_copy(sycl::queue& q, void* to, const void* from, std::size_t bytes);
+sycl::event submit_fill(sycl::queue& q, void* to, int value, std::size_t bytes);
 
 // Starts a kernel: `global` must be divisible by `local` (a GPU refuses anything else, a CPU device
 // does not say so).

@@ -282,6 +282,20 @@ std::optional<int> stream_of(const sycl::queue* queue, int device) {
   return std::nullopt;
 }
 
+std::pair<int, int> place_of(const sycl::queue& queue) {
+  const sycl::device device = queue.get_device();
+  for (int i = 0; i < device_count(); ++i) {
+    Device& d = at(i);
+    if (d.handle != device) continue;
+    const std::lock_guard lock(d.mutex);
+    for (std::size_t k = 0; k < d.queues.size(); ++k) {
+      if (d.queues[k] && *d.queues[k] == queue) return {i, static_cast<int>(k)};
+    }
+    return {i, -1};
+  }
+  return {0, -1};
+}
+
 void synchronize(int device) {
   Device& d = at(device);
   check_process();

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of element-wise ops of a compiled graph as kernels, whose SYCL source is written for the graph."""
+"""Chains of element-wise ops of a compiled graph as kernels, whose SYCL source is written for the graph.
+
+Also what else compilers get for the device. Plain ``torch.compile`` needs a Triton for XPU, and torch's error then says
+what works without one.
+"""
 
 from __future__ import annotations
 
@@ -221,13 +225,36 @@ def fuse(module: fx.GraphModule) -> list[str]:
     return [f"{len(chains)} chains of {sum(map(len, chains))} element-wise ops as SYCL kernels"]
 
 
+#: Added to torch's error of a missing Triton.
+HINT = (
+    " ipex-xpu-kernels has no Triton for its device. Use torch.compile(model, backend='ipex'), backend='aot_eager'"
+    " or the model without torch.compile: they do not need Triton."
+)
+
+
 def install() -> None:
-    """Add `fuse` to what the compiler of ipex does with graphs of xpu, once that is imported."""
+    """Add all of it to the modules of torch and ipex, once these are imported."""
     from ipex_core.util.import_hooks import when_imported
 
     when_imported("ipex_core.compiler", _add)
+    when_imported("torch._inductor.exc", _add_hint)
 
 
 def _add(compiler: ModuleType) -> None:
     if fuse not in compiler.xpu_passes:
         compiler.xpu_passes.append(fuse)
+
+
+def _add_hint(module: ModuleType) -> None:
+    missing: Any = getattr(module, "TritonMissing", None)
+    if missing is None:
+        return  # of a torch that calls it otherwise
+
+    class TritonMissing(missing):  # type: ignore[misc]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            text, *others = BaseException.__getattribute__(self, "args")
+            self.args = (f"{text}{HINT}", *others)
+
+    TritonMissing.__module__, TritonMissing.__qualname__ = module.__name__, "TritonMissing"
+    module.TritonMissing = TritonMissing  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t count) const override {
-    current_queue(current_device()).memcpy(to, from, count).wait();
+    submit_copy(current_queue(current_device()), to, from, count).wait();
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {

@@ -72,8 +72,7 @@ Tensor to_host(const Tensor& tensor) {
       at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), tensor.scalar_type());
   if (span != 0) {
     guard.synchronizeDevice(device);
-    current_queue(device)
-        .memcpy(host.mutable_data_ptr(), tensor.const_data_ptr(),
+    submit_copy(current_queue(device), host.mutable_data_ptr(), tensor.const_data_ptr(),
                 static_cast<std::size_t>(span) * tensor.element_size())
         .wait();
   }
@@ -96,7 +95,7 @@ void from_host(const Tensor& host, const Tensor& tensor) {
     if (storage->nbytes() < offset + bytes) {
       c10::DataPtr data = allocator().allocate(offset + bytes);
       if (storage->nbytes() != 0) {
-        current_queue(device).memcpy(data.get(), storage->data(), storage->nbytes()).wait();
+        submit_copy(current_queue(device), data.get(), storage->data(), storage->nbytes()).wait();
       }
       storage->set_data_ptr_noswap(std::move(data));
       storage->set_nbytes(offset + bytes);
@@ -104,7 +103,8 @@ void from_host(const Tensor& host, const Tensor& tensor) {
     impl->set_sizes_and_strides(host.sizes(), host.strides());
   }
   if (bytes != 0)
-    current_queue(device).memcpy(tensor.mutable_data_ptr(), host.const_data_ptr(), bytes).wait();
+    submit_copy(current_queue(device), tensor.mutable_data_ptr(), host.const_data_ptr(), bytes)
+        .wait();
 }
 
 Tensor to_device(const Tensor& host, DeviceIndex device) {
@@ -115,8 +115,8 @@ Tensor to_device(const Tensor& host, DeviceIndex device) {
   Tensor result = at::empty_strided(source.sizes(), source.strides(),
                                     source.options().device(c10::Device(c10::kXPU, device)));
   if (source.numel() != 0) {
-    current_queue(device)
-        .memcpy(result.mutable_data_ptr(), source.const_data_ptr(), source.nbytes())
+    submit_copy(current_queue(device), result.mutable_data_ptr(), source.const_data_ptr(),
+                source.nbytes())
         .wait();
   }
   return result;

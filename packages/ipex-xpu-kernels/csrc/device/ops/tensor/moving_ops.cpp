@@ -35,7 +35,7 @@ bool fill_scalar_(Tensor& x, const Scalar& value) {
 bool zeros_(Tensor& x) {
   if (!x.is_non_overlapping_and_dense()) return fill_scalar_(x, 0);
   const auto device = static_cast<c10::DeviceIndex>(x.get_device());
-  if (x.numel() != 0) current_queue(device).memset(x.mutable_data_ptr(), 0, x.nbytes());
+  if (x.numel() != 0) submit_fill(current_queue(device), x.mutable_data_ptr(), 0, x.nbytes());
   return true;
 }
 

@@ -78,8 +78,8 @@ void grow_storage(c10::TensorImpl& tensor, std::size_t bytes) {
   const c10::DeviceGuard guard(tensor.device());
   c10::DataPtr data = allocator().allocate(bytes);
   if (storage->nbytes() != 0 && data.get() != nullptr) {
-    current_queue(tensor.device().index())
-        .memcpy(data.get(), storage->data(), storage->nbytes())
+    submit_copy(current_queue(tensor.device().index()), data.get(), storage->data(),
+                storage->nbytes())
         .wait();
   }
   storage->set_data_ptr_noswap(std::move(data));
@@ -144,8 +144,8 @@ bool same_layout(const Tensor& a, const Tensor& b) {
 }
 
 void copy_bytes(const Tensor& to, const Tensor& from, DeviceIndex device, bool wait) {
-  auto event =
-      current_queue(device).memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+  auto event = submit_copy(current_queue(device), to.mutable_data_ptr(), from.const_data_ptr(),
+                           from.nbytes());
   if (wait) event.wait_and_throw();
 }
 
