@@ -2,7 +2,7 @@
 """Chains of element-wise ops of a compiled graph as kernels, whose SYCL source is written for the graph.
 
 Also what else compilers get for the device. Plain ``torch.compile`` needs a Triton for XPU, and torch's error then says
-what works without one.
+what works without one. Frozen TorchScript programs are rewritten (`ipex_xpu_kernels._rewriter`).
 """
 
 from __future__ import annotations
@@ -237,12 +237,23 @@ def install() -> None:
     from ipex_core.util.import_hooks import when_imported
 
     when_imported("ipex_core.compiler", _add)
+    when_imported("ipex_core.jit", _add_rewriter)
     when_imported("torch._inductor.exc", _add_hint)
 
 
 def _add(compiler: ModuleType) -> None:
     if fuse not in compiler.xpu_passes:
         compiler.xpu_passes.append(fuse)
+
+
+def _add_rewriter(jit: ModuleType) -> None:
+    jit.rewriters["xpu"] = _rewrite
+
+
+def _rewrite(graph: Any) -> list[str]:
+    from ipex_xpu_kernels import _rewriter
+
+    return _rewriter.rewrite(graph)
 
 
 def _add_hint(module: ModuleType) -> None:

@@ -51,13 +51,13 @@ def constant(value: Value) -> Any:
     return value.toIValue() if is_constant(value) else None
 
 
-def weight(value: Value, dim: int) -> torch.Tensor | None:
-    """Return the tensor of a constant of a floating dtype and ``dim`` dimensions on the CPU."""
+def weight(value: Value, dim: int, device: str = "cpu") -> torch.Tensor | None:
+    """Return the tensor of a constant of a floating dtype and ``dim`` dimensions on a device."""
     tensor = constant(value)
     plain = (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in FLOATS
-        and tensor.device.type == "cpu"
+        and tensor.device.type == device
         and tensor.layout == torch.strided
         and tensor.dim() == dim
     )
@@ -123,6 +123,9 @@ READER = _Reader()
 
 class Editor:
     """A graph that is rewritten; `done` has the name of each pattern that matched."""
+
+    #: Where the weights are that patterns look at.
+    device = "cpu"
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -257,7 +260,8 @@ def _swish(editor: Editor, node: Node) -> None:
         if sigmoid.kind() != "aten::sigmoid" or sigmoid.inputsAt(0) != value:
             continue
         place, dims = _FLOATING.get(value.node().kind(), (0, ()))
-        if not any(weight(value.node().inputsAt(place), dim) is not None for dim in dims):
+        inner = value.node()
+        if not any(weight(inner.inputsAt(place), dim, editor.device) is not None for dim in dims):
             continue
         if only_use(gate, node) and all(u.user in (node, sigmoid) for u in value.uses()):
             editor.replace(node, editor.op("aten::silu", [value], node).output())
@@ -630,7 +634,8 @@ class Rewriter(Editor):
         """``weight * (x.float() * rsqrt(mean(x.float() ** 2) + eps)).to(x.dtype)``."""
         for w, value in (tuple(node.inputs()), tuple(node.inputs())[::-1]):
             narrow, back = READER.source(value)
-            found = READER.find(RMS_NORM, narrow) if weight(w, 1) is not None else None
+            scale = weight(w, 1, self.device)
+            found = READER.find(RMS_NORM, narrow) if scale is not None else None
             if found is None:
                 continue
             if not back and any(READER.source(it.output())[1] for it in found.passed):

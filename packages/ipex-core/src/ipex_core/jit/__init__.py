@@ -7,16 +7,19 @@ IPEX fused every frozen program once it was imported. Here nothing happens until
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ipex_core.fusion.torchscript import Rewriter
+from ipex_core.fusion.torchscript import Rewriter, constant
 from ipex_core.module_swap.state_dict import record_of, update
 
 __all__ = ["enable_onednn_fusion", "fuse", "fused", "is_onednn_fusion_enabled"]
 
 _enabled = True
+#: What rewrites graphs with weights on a device other than the CPU, by its type: it returns the names of what matched.
+rewriters: dict[str, Callable[[Any], list[str]]] = {}
 
 
 def enable_onednn_fusion(enabled: bool) -> None:
@@ -41,10 +44,11 @@ def fuse(program: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
 
     Linear layers get packed weights, linear layers and convolutions run the activation, product or sum that follows,
     and attention, layer norms with the sum before them, and RMS norms become one op each. What an op cannot take, for
-    instance a sum with broadcasting, runs as before: the test is part of the program.
+    instance a sum with broadcasting, runs as before: the test is part of the program. On the device xpu the ops that
+    follow a layer run in one pass.
 
     Args:
-        program: Result of `torch.jit.freeze`, on the CPU. It stays as it is.
+        program: Result of `torch.jit.freeze`, on the CPU or the device xpu. It stays as it is.
 
     Returns:
         A new program. It shares constants with ``program``, except weights that were packed. A saved one needs
@@ -72,11 +76,25 @@ def fuse(program: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     copy: Any = torch.jit._recursive.wrap_cpp_module(
         interpreter._freeze_module(program._c, [], True, True)
     )
-    rewriter = Rewriter(copy.graph)
-    rewriter.run()
-    update(copy, fused=dict(Counter(rewriter.done)))
+    rewrite = rewriters.get(_device_of(copy.graph), _rewrite)
+    update(copy, fused=dict(Counter(rewrite(copy.graph))))
     result: torch.jit.ScriptModule = copy
     return result
+
+
+def _rewrite(graph: Any) -> list[str]:
+    rewriter = Rewriter(graph)
+    rewriter.run()
+    return rewriter.done
+
+
+def _device_of(graph: Any) -> str:
+    """Return the type of the device of the weights of a graph; the CPU where there are none elsewhere."""
+    for node in graph.findAllNodes("prim::Constant", True):
+        found = constant(node.output())
+        if isinstance(found, torch.Tensor) and found.device.type in rewriters:
+            return found.device.type
+    return "cpu"
 
 
 def fused(program: torch.jit.ScriptModule) -> dict[str, int]:

@@ -98,7 +98,7 @@ class TracedForward:
         """Record one call of the fused program, or all calls of the model where that cannot be."""
         module = self._module()
         assert module is not None
-        if torch.is_autocast_enabled("cpu"):
+        if _autocasts():
             # Weights that autocast has cast before, for another call or the first of the two traces that torch makes,
             # would be constants of the program, which may have no gradient. The casts are recorded instead.
             torch.clear_autocast_cache()
@@ -110,7 +110,7 @@ class TracedForward:
             finally:
                 _inner.busy = False
         if found is None:
-            if torch.is_autocast_enabled("cpu"):
+            if _autocasts():
                 torch.clear_autocast_cache()  # of what was recorded in vain
             return type(module)._slow_forward(module, *args, **kwargs)
         function, tensors, form = found
@@ -128,6 +128,13 @@ class TracedForward:
 
     def __reduce__(self) -> Any:
         return TracedForward, (self._module(),)
+
+
+def _autocasts() -> bool:
+    """Return whether autocast is on for a device whose programs are fused."""
+    from ipex_core import jit
+
+    return any(map(torch.is_autocast_enabled, ("cpu", *jit.rewriters)))
 
 
 def _may_fuse(module: nn.Module) -> bool:
@@ -205,8 +212,9 @@ def _record(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     # Gradients decide by the inputs, not by `no_grad`, which torch enters to check a trace against a second one.
-    fits = (type(t) is torch.Tensor and t.is_cpu and not t.requires_grad for t in tensors)
-    if not tensors or not all(fits):
+    fits = (type(t) is torch.Tensor and not t.requires_grad for t in tensors)
+    devices = {t.device.type for t in tensors}
+    if not all(fits) or len(devices) != 1 or not devices <= {"cpu", *jit.rewriters}:
         return None
     flat, name = FlatCall(module, args, kwargs, alone=True), type(module).__name__
     interpreter: Any = torch._C

@@ -128,6 +128,7 @@ void register_ipex_kernels() {
   register_bags_update();
   register_detection();
   register_experts();
+  register_chain();
 }
 
 }  // namespace ipex::xpu

@@ -208,6 +208,7 @@ bool matmul_kernel(const at::Tensor& out, const at::Tensor& a, const at::Tensor&
 
 void register_elementwise();  // elementwise_ops.cpp
 void register_gated();
+void register_chain();    // chain_ops.cpp
 void register_compare();  // compare_ops.cpp
 void register_moving();   // moving_ops.cpp
 void register_rows();     // rows_ops.cpp
