@@ -144,12 +144,12 @@ def _find() -> State:
     module.register_device()
     module.register_ipex_kernels()
 
-    from ipex_xpu_kernels import _chains, _distributed, _times, _torch_xpu
+    from ipex_xpu_kernels import _chains, _distributed, _torch_xpu
 
     _torch_xpu.install(module)
     _distributed.install()
     _chains.install()
-    _times.add_profiles()
+    _torch_xpu.add_profiles()
     _names.attach()
     atexit.register(_shut_down, module)
     return State("own", count)

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 from typing import Any
 
-from ipex_xpu_kernels import _device, _load, _onednn, _sycl, _times
+from ipex_xpu_kernels import _device, _load, _onednn, _sycl
 
 _CPU = (
     "xpu: without a GPU, IPEX_XPU_DEVICE=cpu makes the CPU the device, to write and test code for xpu"
@@ -40,6 +40,8 @@ def doctor(root: Any = "/") -> tuple[list[tuple[str, str]], list[str]]:
         ("IPEX_XPU_DEVICE", os.environ.get(_sycl.DEVICE_VARIABLE) or "not set: GPUs only"),
     ]
     if now.mode == "own":
+        from ipex_xpu_kernels._torch_xpu import why_no_profiles
+
         native = _device.native()
         for index in range(now.count):
             found = native.properties(index)
@@ -51,7 +53,7 @@ def doctor(root: Any = "/") -> tuple[list[tuple[str, str]], list[str]]:
                 )
             )
         rows.append(("kernels", f"{len(native.kernel_names())} of SYCL"))
-        rows.append(("torch.profiler", _times.no_profiles or "shows kernels (activity XPU)"))
+        rows.append(("torch.profiler", why_no_profiles() or "shows kernels (activity XPU)"))
         rows.append(("oneDNN", _onednn.describe(native.onednn_state())))
         rows.append(("cache", _sycl.cache_directory() or "off (IPEX_XPU_CACHE)"))
         fallbacks = sum(count for _, count in native.fallback_stats().items())

@@ -1,23 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long kernels took on the device, from the events of its queues: alone, and in profiles of torch.profiler.
-
-The tracing library in torch asks a profiler of the native module for what the device has done. Two things of a torch
-that was built without XPU are left to Python: to offer the activity ``XPU``, and to say that the events are of an XPU.
-"""
+"""How long kernels took on the device, from the events of its queues."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ipex_xpu_kernels._device import kernels
-
-#: Why profiles have no kernels; empty where they do.
-no_profiles = "there is no device"
 
 
 @dataclass
@@ -70,58 +60,3 @@ def kernel_times() -> Iterator[KernelTimes]:
         yield times
     finally:
         times.launches = native.stop_kernel_times()
-
-
-def add_profiles() -> None:
-    """Add kernels to profiles from now on. Without what that needs of torch, profiles stay as they are."""
-    global no_profiles
-    try:
-        native = importlib.import_module("ipex_xpu_kernels._kineto")
-    except ImportError as error:
-        no_profiles = f"this torch lacks what profiles need: {error}"
-        return
-    native.attach()
-    no_profiles = ""
-    _offer()
-    _name_events()
-
-
-def _offer() -> None:
-    # A torch with parts for CUDA offers no XPU, even where it has no device for CUDA.
-    import torch.autograd.profiler
-    from torch.profiler import ProfilerActivity
-
-    autograd: Any = torch.autograd
-    supported = autograd._supported_activities
-    if ProfilerActivity.XPU in supported():
-        return
-
-    @functools.wraps(supported)
-    def with_xpu() -> set[ProfilerActivity]:
-        return {*supported(), ProfilerActivity.XPU}
-
-    for module in (autograd, autograd.profiler):
-        if hasattr(module, "_supported_activities"):
-            module._supported_activities = with_xpu
-
-
-def _name_events() -> None:
-    # Activities do not say of what device they are: torch takes them for the one that it was built for.
-    import torch.autograd.profiler
-    from torch._C._autograd import DeviceType
-
-    profile: Any = torch.autograd.profiler.profile
-    parse = getattr(profile, "_parse_kineto_results", None)
-    if parse is None:
-        return  # of a torch that calls it otherwise: events then are of the device type CUDA
-
-    @functools.wraps(parse)
-    def with_xpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        events = parse(self, *args, **kwargs)
-        if self.use_device == "xpu":
-            for event in events:
-                if event.device_type == DeviceType.CUDA:
-                    event.device_type = DeviceType.XPU
-        return events
-
-    profile._parse_kineto_results = with_xpu

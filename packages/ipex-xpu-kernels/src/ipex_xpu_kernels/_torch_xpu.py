@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 import types
 import uuid as _uuid
@@ -190,3 +192,72 @@ def _rebuild_streams(xpu: Any) -> None:
                 kept = getattr(other, attribute)
                 if getattr(kept, "__module__", "") == "torch.xpu.streams":
                     setattr(other, attribute, getattr(module, attribute))
+
+
+# Profiles
+# ----------------------------------------------------------------------------------------------------------------------
+# The tracing library in torch asks a profiler of the native module for what the device has done. Two things of a torch
+# that was built without XPU are left to Python: to offer the activity XPU, and to say that the events are of an XPU.
+
+_no_profiles = "there is no device"
+
+
+def why_no_profiles() -> str:
+    """Return why profiles have no kernels; an empty text where they have."""
+    return _no_profiles
+
+
+def add_profiles() -> None:
+    """Add kernels to profiles from now on. Without what that needs of torch, profiles stay as they are."""
+    global _no_profiles
+    try:
+        native = importlib.import_module("ipex_xpu_kernels._kineto")
+    except ImportError as error:
+        _no_profiles = f"this torch lacks what profiles need: {error}"
+        return
+    native.attach()
+    _no_profiles = ""
+    _offer()
+    _name_events()
+
+
+def _offer() -> None:
+    # A torch with parts for CUDA offers no XPU, even where it has no device for CUDA.
+    from torch.autograd import profiler
+    from torch.profiler import ProfilerActivity
+
+    autograd: Any = torch.autograd
+    supported = autograd._supported_activities
+    if ProfilerActivity.XPU in supported():
+        return
+
+    @functools.wraps(supported)
+    def with_xpu() -> set[ProfilerActivity]:
+        return {*supported(), ProfilerActivity.XPU}
+
+    module: Any
+    for module in (autograd, profiler):
+        if hasattr(module, "_supported_activities"):
+            module._supported_activities = with_xpu
+
+
+def _name_events() -> None:
+    # Activities do not say of what device they are: torch takes them for the one that it was built for.
+    from torch._C._autograd import DeviceType
+    from torch.autograd import profiler
+
+    profile: Any = profiler.profile
+    parse = getattr(profile, "_parse_kineto_results", None)
+    if parse is None:
+        return  # of a torch that calls it otherwise: events then are of the device type CUDA
+
+    @functools.wraps(parse)
+    def with_xpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        events = parse(self, *args, **kwargs)
+        if self.use_device == "xpu":
+            for event in events:
+                if event.device_type == DeviceType.CUDA:
+                    event.device_type = DeviceType.XPU
+        return events
+
+    profile._parse_kineto_results = with_xpu
