@@ -33,7 +33,7 @@ def _last_of_each(slots: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Places:
-    """Reads slots: those of a cache of ``capacity`` rows where each token is written, int64 on the device."""
+    """Reads slots: where in a cache of ``capacity`` rows each token is written, int64 on the device."""
 
     op: str
     capacity: int

@@ -30,8 +30,7 @@ import torch
 from ipex_core.errors import UnknownOpError
 from ipex_core.library.kernels import specs
 from ipex_core.program.builtins import BUILTINS
-from ipex_core.program.instruction import Instruction, Register, without_owner
-from ipex_core.program.run import Program
+from ipex_core.program.run import Instruction, Program, Register, without_owner
 
 __all__ = ["Instruction", "Program", "ProgramBuilder", "Register"]
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.library import fallthrough_kernel
@@ -16,10 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.kernels import providers
+from ipex_core.library.checks import arguments_were_checked
 from ipex_core.library.kernels import LIBRARY, define, specs
 from ipex_core.program.builtins import BUILTINS
-from ipex_core.program.device import DeviceRun
-from ipex_core.program.instruction import Instruction, Register
 
 # The three ops are defined here and not by an `OpSpec`. What a spec demands of an op makes no sense for them: they have
 # no samples, as a handle means nothing in another process; no reference, as `Program.run_reference` is that; no fake
@@ -38,6 +38,56 @@ _VERSION = 1
 
 # Kinds of arguments, as the native decoder numbers them.
 _NONE, _TENSOR, _INT, _FLOAT, _BOOL, _STRING, _DTYPE, _LIST = range(8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Register:
+    """The place of a value in a program: a tensor, or an integer input. Made by a `ProgramBuilder`."""
+
+    index: int
+    kind: Literal["tensor", "int"]
+    name: str = ""
+    owner: object = dataclasses.field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"%{self.index}" if self.kind == "tensor" else f"${self.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One op call.
+
+    Attributes:
+        op: Name of an op of ``torch.ops.ipex`` or of a built-in.
+        args: One value per parameter of the schema: a `Register`, a number, a string, a dtype, None, or a tuple of
+            them.
+        results: Tensor registers that get the results.
+        frees: Tensor registers that nothing reads afterwards.
+        recycles: Those of ``frees`` whose memory nothing can refer to any more.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    results: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+    recycles: tuple[int, ...] = ()
+
+    def reads(self) -> Iterator[int]:
+        """Yield the tensor registers among the arguments."""
+        for value in self.args:
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, Register) and one.kind == "tensor":
+                    yield one.index
+
+    def __str__(self) -> str:
+        def text(value: Any) -> str:
+            if isinstance(value, tuple):
+                return f"[{', '.join(map(text, value))}]"
+            return str(value) if isinstance(value, Register) else repr(value)
+
+        left = ", ".join(f"%{index}" for index in self.results)
+        call = f"{self.op}({', '.join(map(text, self.args))})"
+        return f"{left} = {call}" if left else call
 
 
 class Program:
@@ -71,7 +121,7 @@ class Program:
         self._tensors = [i for i, r in enumerate(inputs) if r.kind == "tensor"]
         self._ints = [i for i, r in enumerate(inputs) if r.kind == "int"]
         self._native = NativeProgram()
-        self._on_device: DeviceRun | None = None
+        self._on_device: _DeviceRun | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy makes its own native program: a handle belongs to one object of one process.
@@ -116,7 +166,7 @@ class Program:
         )
         if device.type != "cpu":
             functions = [_function(one.op) for one in self.instructions]
-            program._on_device = DeviceRun(program, functions)
+            program._on_device = _DeviceRun(program, functions)
         return program
 
     def run(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -218,6 +268,13 @@ def _without_autocast() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+def without_owner(value: Any) -> Any:
+    """Return an argument without the builder in its registers, which would keep everything it knows alive."""
+    if isinstance(value, Register):
+        return Register(value.index, value.kind, value.name)
+    return tuple(map(without_owner, value)) if isinstance(value, tuple) else value
+
+
 def _rebuild(
     inputs: tuple[Register, ...],
     constants: dict[int, torch.Tensor],
@@ -232,6 +289,126 @@ def _rebuild(
         outputs=outputs,
         registers=registers,
     )
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+# A device computes while the host starts what comes next, and to call some hundred ops in the usual way takes the host
+# longer than the step of a decoder takes the device. So arguments are checked at the first run with inputs of some
+# shapes, and calls go past torch's layers for derivatives, which programs do not have.
+
+
+def _reshape(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(sizes)])
+
+
+def _select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.index_select(0, index)
+
+
+#: Built-ins whose references spend more time on checks than on the call.
+_UNCHECKED: Mapping[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "add_scalar": torch.add,
+    "cast": torch.Tensor.to,
+    "mul": torch.mul,
+    "mul_scalar": torch.mul,
+    "narrow": torch.narrow,
+    "reshape": _reshape,
+    "select_rows": _select_rows,
+    "transpose": torch.transpose,
+}
+
+#: A call: its function, its arguments, which of them are registers (place, number, whether a tensor), which are lists
+#: with registers in them, where results go, and what is freed.
+_Call = tuple[
+    Callable[..., Any],
+    list[Any],
+    list[tuple[int, int, bool]],
+    list[int],
+    tuple[int, ...],
+    tuple[int, ...],
+]
+
+
+class _DeviceRun:
+    """The calls of a program on a device.
+
+    Args:
+        program: The program; its constants are on the device.
+        functions: What each of its instructions calls.
+    """
+
+    def __init__(self, program: Program, functions: Sequence[Callable[..., Any]]) -> None:
+        self._program = program
+        pairs = zip(program.instructions, functions, strict=True)
+        self._calls = [self._prepared(one, _UNCHECKED.get(one.op, call)) for one, call in pairs]
+        #: Shapes, strides and dtypes of inputs that a checked run was done with.
+        self._known: set[tuple[Any, ...]] = set()
+
+    @staticmethod
+    def _prepared(one: Instruction, function: Callable[..., Any]) -> _Call:
+        places = [
+            (i, a.index, a.kind == "tensor") for i, a in enumerate(one.args) if type(a) is Register
+        ]
+        lists = [i for i, a in enumerate(one.args) if type(a) is tuple]
+        return function, list(one.args), places, lists, one.results, one.frees
+
+    def run(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Run the program with inputs of the right number and kinds."""
+        program = self._program
+        shapes = tuple(
+            (one.shape, one.stride(), one.dtype) for one in inputs if type(one) is torch.Tensor
+        )
+        if shapes not in self._known:
+            outputs = program.run_reference(*inputs)
+            if len(self._known) >= 256:  # each length of a prompt has its own
+                self._known.clear()
+            self._known.add(shapes)
+            return outputs
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), arguments_were_checked():
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        program = self._program
+        tensors: list[Any] = [None] * program.registers
+        ints: list[int] = []
+        for index, tensor in program.constants.items():
+            tensors[index] = tensor
+        for register, value in zip(program.registers_of_inputs, inputs, strict=True):
+            if register.kind == "tensor":
+                tensors[register.index] = value
+            else:
+                ints.append(value)
+
+        def of(values: tuple[Any, ...]) -> list[Any]:
+            return [
+                (tensors if one.kind == "tensor" else ints)[one.index]
+                if type(one) is Register
+                else of(one)
+                if type(one) is tuple
+                else one
+                for one in values
+            ]
+
+        for number, (function, template, places, lists, results, frees) in enumerate(self._calls):
+            args = template.copy()
+            for place, index, is_tensor in places:
+                args[place] = tensors[index] if is_tensor else ints[index]
+            for place in lists:
+                args[place] = of(args[place])
+            try:
+                output = function(*args)
+            except Exception as cause:
+                raise program.failure(cause, number) from cause
+            if len(results) == 1:
+                tensors[results[0]] = output
+            else:
+                for index, result in zip(results, output or (), strict=False):
+                    tensors[index] = result
+            for index in frees:
+                tensors[index] = None
+        return tuple(tensors[index] for index in program.outputs)
 
 
 # --- the native form -------------------------------------------------------------------------------------------------

@@ -25,13 +25,14 @@ from ipex_llm.kv_cache import (
 )
 from ipex_llm.model_runner.attention import BIAS_WIDTH, Look, keys_and_values
 from ipex_llm.model_runner.dense import (
+    DeviceStore,
     Owners,
     PlannedWeight,
     UnsupportedPlan,
     WeightStore,
     call_linear,
+    device_of,
 )
-from ipex_llm.model_runner.device import DeviceStore, device_of
 from ipex_llm.model_runner.lora import Adapter, LoraSites, PackedLinear
 from ipex_llm.model_runner.mixer import state_shape
 from ipex_llm.model_runner.program import Emitter, Mode

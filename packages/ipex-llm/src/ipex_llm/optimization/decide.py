@@ -23,7 +23,6 @@ from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.distributed import TensorParallel, divisible, is_sharded, uncovered
 from ipex_llm.distributed.cut import GRAINS
 from ipex_llm.distributed.shard import head_sizes, inner_size, shard_numbers
-from ipex_llm.model_runner.device import reason_on_device
 from ipex_llm.model_runner.encoder_decoder import unsupported_pair
 from ipex_llm.model_runner.program import unsupported_reason
 from ipex_llm.model_runner.woq_model import Choice, choose
@@ -238,7 +237,7 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
         if pair:
             found, reason = None, "on xpu, encoder-decoders have no program"
         if found is not None and request.device.type != "cpu":
-            reason = reason_on_device(found)
+            reason = _reason_on_device(found)
     divided = sharded or (parallel is not None and parallel.ranks > 1)
     whole = found if parallel is not None else None
     dtype = request.dtype or _first_dtype(model)
@@ -260,6 +259,21 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
         layers = _layers(model, request, dtype, form)
     plan = _described(model, request, stack, reason, layers, choice, scales, whole, grains)
     return Decision(plan, request, whole, stack, tuple(layers), choice, scales, grains)
+
+
+def _reason_on_device(plan: DecoderPlan) -> str | None:
+    """Return why a plan has no programs on a device, None if it has some."""
+    if plan.has_states:
+        return "on xpu, layers that keep a state have no program"
+    if any(attention.latent is not None for attention in plan.attentions):
+        return "on xpu, attention with latents has no program"
+    if any(attention.experts is not None for attention in plan.attentions):
+        return "on xpu, attention with experts has no program"
+    if plan.pictures:
+        return "on xpu, layers that read pictures have no program"
+    if plan.parallel is not None:
+        return "on xpu, a divided model has no program"
+    return None
 
 
 def _pair(
