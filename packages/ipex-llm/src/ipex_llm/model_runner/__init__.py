@@ -389,12 +389,7 @@ class Runner:
         """Return the inputs of a program with its tensors on the device."""
         # Writes to tensors of inference mode are not counted, so that each layer would read their numbers back.
         with torch.inference_mode(False), torch.no_grad():
-            return [
-                one.to(self.device, copy=one.device != self.device)
-                if isinstance(one, Tensor)
-                else one
-                for one in inputs
-            ]
+            return [one.to(self.device) if isinstance(one, Tensor) else one for one in inputs]
 
 
 def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
