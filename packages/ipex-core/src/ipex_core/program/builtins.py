@@ -186,10 +186,11 @@ def plain_linear(
         ``[..., N]`` in the dtype of ``x``. The product is rounded before what follows it.
     """
     rows = out_features if gate == "none" else 2 * out_features
-    wanted = f"have shape {[rows, x.shape[-1]]} (out_features and the last size of x)"
-    fits = list(weight.shape) == [rows, x.shape[-1]]
-    check(fits, "plain_linear", "weight", wanted, list(weight.shape))
-    bias = None if bias is None else bias.to(x.dtype)
+    if weight.shape != (rows, x.shape[-1]):
+        wanted = f"have shape {[rows, x.shape[-1]]} (out_features and the last size of x)"
+        check(False, "plain_linear", "weight", wanted, list(weight.shape))
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
     y = torch.nn.functional.linear(x, weight, bias)
     if gate == "silu":
         y = torch.ops.ipex.silu_and_mul(y)
