@@ -13,8 +13,10 @@ import torch
 
 import ipex_core  # noqa: F401
 from ipex_core.errors import OpArgumentError, UnknownOpError
+from ipex_core.library.checks import are_checked
 from ipex_core.program import Program, ProgramBuilder
 from ipex_core.program.builtins import POINTWISE
+from ipex_core.program.run import _DeviceRun, _function
 
 
 def run(build, *inputs):
@@ -173,6 +175,54 @@ def test_arguments_are_written_to():
     assert torch.equal(cache, rows)
 
 
+@pytest.mark.parametrize("gate", ["none", "silu", "gelu", "gelu_tanh"])
+def test_a_linear_layer_with_a_plain_weight(gate):
+    rows = 5 if gate == "none" else 10
+    x, weight, bias = torch.randn(3, 8), torch.randn(rows, 8), torch.randn(rows)
+    first, second = torch.randn(3, 5), torch.randn(3, 5)
+    got = run(
+        lambda b, x, w, c, r, s: b.call("plain_linear", x, w, 5, c, r, residual2=s, gate=gate),
+        *(x, weight, bias, first, second),
+    )
+    y = x @ weight.T + bias
+    if gate != "none":
+        approximate = "tanh" if gate == "gelu_tanh" else "none"
+        left, right = y.chunk(2, dim=1)
+        act = torch.nn.functional.silu(left)
+        if gate != "silu":
+            act = torch.nn.functional.gelu(left, approximate=approximate)
+        y = act * right
+    torch.testing.assert_close(got, y + first + second)
+    got = run(
+        lambda b, x, w, m: b.call("plain_linear", x, w, rows, activation="relu", mul=m),
+        *(x, weight, torch.full((3, rows), 2.0)),
+    )
+    torch.testing.assert_close(got, 2 * (x @ weight.T).relu())
+
+
+def test_calls_on_a_device():
+    """Checked at the first run with inputs of some shapes, not checked and without autograd at the next."""
+    b = ProgramBuilder()
+    x, ids, n = b.input("x"), b.input("ids"), b.input_int("n")
+    weight = torch.nn.Parameter(torch.randn(6, 8))
+    y = b.call("plain_linear", b.call("rms_norm", x, None), b.constant(weight), 6)
+    parts = [b.call("narrow", y, 1, 0, n), b.call("mul", b.call("narrow", y, 1, 2, 2), 2.0)]
+    z = b.call("reshape", b.call("cat", parts, 1), [0, 2, -1])
+    b.call("copy_", x, x)
+    program = b.build([b.call("select_rows", z, ids), y])
+    functions = [_function(one.op) for one in program.instructions]
+    calls = _DeviceRun(program, functions)
+    for size in (3, 4, 3, 3):
+        inputs = torch.randn(size, 8), torch.tensor([2, 0]), 4
+        assert all(map(torch.equal, calls.run(inputs), program.run_reference(*inputs)))
+        assert not calls.run(inputs)[1].requires_grad
+    assert not are_checked()
+    with pytest.raises(RuntimeError, match=r"program: instruction 2 \(narrow\)"):
+        calls.run((torch.randn(3, 8), torch.tensor([2, 0]), 9))
+    assert not are_checked()
+    assert program.on(torch.device("cpu"))._on_device is None
+
+
 def test_inputs_can_be_outputs():
     x = torch.randn(3)
     b = ProgramBuilder()
@@ -284,6 +334,10 @@ def test_wrong_inputs(method, inputs, message):
         (lambda b, x, i: b.call("mul", i, 2), "mul: a must have dtype float32, .* got int64"),
         (lambda b, x, i: b.call("add", x, b.constant(torch.ones(3))), "b must broadcast with a"),
         (lambda b, x, i: b.call("copy_", x, b.constant(torch.ones(3))) or x, "shape of dst ="),
+        (
+            lambda b, x, i: b.call("plain_linear", x, b.constant(torch.ones(3, 3)), 3),
+            r"weight must have shape \[3, 2\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("method", ["run", "run_reference"])

@@ -88,8 +88,8 @@ def optimize(
         dtype: ``torch.bfloat16`` or ``torch.float16`` to cast the parameters, ``torch.float32`` or None to leave them.
         inplace: Change ``model`` itself. Otherwise a deep copy is changed and ``model`` stays as it is.
         device: ``"cpu"``, or ``"xpu"``: the model is moved there. A decoder runs as programs of ops of the device,
-            other models layer by layer, with fused ops for their norms and gated MLPs; a quantized cache of such a model
-            is on the device, and read back layer by layer.
+            other models layer by layer, with fused ops for their norms and gated MLPs. A quantized cache of these is on
+            the device, and read back layer by layer.
         quantization_config: Weight-only quantization, of ``ipex.quantization.get_weight_only_quant_qconfig_mapping``,
             or static INT8 of activations and weights, of ``get_smooth_quant_qconfig_mapping`` or another mapping for
             ``ipex.quantization.prepare``. A static model runs layer by layer; the options of caches and depths are not
