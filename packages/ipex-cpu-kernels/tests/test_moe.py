@@ -462,7 +462,7 @@ def bad_quantized():
     broken = second.clone()
     broken[1, 8] = 5  # another format than its size says
     x, weights, ids = torch.ones(1, 32), torch.ones(1, 1), torch.ones(1, 1).int()
-    text = "w2 must be quantized weights of shape \\[E, 32, 32\\] packed with order dot, got others"
+    text = "w2 must be quantized weights of shape \\[E, 32, 32\\] packed with order dot, got the header of"
     yield (x, first, broken, weights, ids, 32), text
     yield (x, first, vnni, weights, ids, 32), text
     yield (x, first, ops.pack_moe_weight(torch.ones(2, 32, 32)), weights, ids, 32), text

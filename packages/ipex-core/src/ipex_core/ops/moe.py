@@ -19,7 +19,7 @@ from ipex_core.library.kernels import register
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check, dtype_name
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
-from ipex_core.packing.dense import FORMATS, bytes_text, header_text, read_header
+from ipex_core.packing.dense import FORMATS, HEADER_BYTES, bytes_text, header_text, read_header
 
 Tensor = torch.Tensor
 
@@ -339,13 +339,14 @@ def check_quantized_expert(
     """Check expert ``index`` of packed quantized weights and return its layout."""
     rows = 2 * _experts.padded(out_features // 2) if gated else out_features
     good = packed.dtype == torch.uint8 and packed.dim() == 2 and packed.is_contiguous()
-    layout = woq.read_layout(packed[index]) if good and packed.shape[0] > 0 else None
+    good = good and packed.shape[0] > 0 and packed.shape[1] >= HEADER_BYTES
+    layout = woq.read_layout(packed[index]) if good else None
     check(
         layout is not None and (layout.n, layout.k, layout.order) == (rows, in_features, "dot"),
         op,
         name,
         f"be quantized weights of shape [E, {out_features}, {in_features}] packed with order dot",
-        "others",
+        header_text(packed[index]) if good else bytes_text(packed),
     )
     assert layout is not None
     return layout

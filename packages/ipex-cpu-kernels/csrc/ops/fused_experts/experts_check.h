@@ -73,11 +73,12 @@ inline void check_quantized_expert(const char* op, const char* name, const Tenso
   const bool shape = packed.scalar_type() == ScalarType::Byte && packed.dim() == 2 &&
                      packed.is_contiguous() && packed.size(0) > 0 &&
                      packed.size(1) >= static_cast<int64_t>(sizeof(PackedHeader));
-  const bool good = shape && is_quantized_expert(static_cast<const char*>(packed.const_data_ptr()) +
-                                                     e * packed.size(1),
-                                                 packed.size(1), expert_rows(n, gated), k);
-  IPEX_CHECK(good, op, ": ", name, " must be quantized weights of shape [E, ", n, ", ", k,
-             "] packed with order dot, got others");
+  const void* expert = nullptr;
+  if (shape) expert = static_cast<const char*>(packed.const_data_ptr()) + e * packed.size(1);
+  IPEX_CHECK(expert && is_quantized_expert(expert, packed.size(1), expert_rows(n, gated), k), op,
+             ": ", name, " must be quantized weights of shape [E, ", n, ", ", k,
+             "] packed with order dot, got ",
+             expert ? header_text(static_cast<const PackedHeader*>(expert)) : bytes_text(packed));
 }
 
 }  // namespace ipex
