@@ -40,7 +40,7 @@ SIZE_LIMIT = {
     "ipex-llm": 2,
     "ipex-runtime": 1,
     "ipex": 4,
-    "ipex-xpu-kernels": 9,
+    "ipex-xpu-kernels": 10,
 }
 
 #: Megabytes of all wheels for the CPU together, as they are downloaded.

@@ -235,17 +235,20 @@ def test_quantized_before() -> None:
 
 
 def test_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device the error is that of optimize; with one, modules are changed one by one."""
+    """Without a device the error is that of optimize; with one, a decoder is a program, or its modules are changed."""
     for function in (plan, optimize):
         with pytest.raises(MissingComponentError, match="device 'xpu' needs a device"):
             function(build("llama"), device="xpu")
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     found = plan(build("llama"), device="xpu", quantization_config=INT8)
-    assert found.depth == 1 and found.reason is not None and found.reason.startswith("on xpu ")
-    assert not found.layers and not found.rest and all(row.done for row in found.linears)
+    assert found.depth == 3 and found.reason is None and found.device == "xpu"
+    assert all(row.done for row in (*found.layers, *found.linears)) and not found.rest
+    found = plan(build("deepseek_v3"), device="xpu")
+    assert found.depth == 1 and found.reason == "on xpu, attention with latents has no program"
+    assert not found.layers and not found.rest
     requests = []
     monkeypatch.setattr(optimization, "planned", lambda model, request: requests.append(request))
-    plan(build("llama"), device="xpu", dtype=torch.bfloat16)
+    plan(build("llama"), device="xpu", dtype=torch.bfloat16, depth=1)
     model = build("llama")
     request = dataclasses.replace(requests[0], device=torch.device("cpu"))
     assert optimize_on_xpu(model, request, lambda *_: None, lambda *_: (model, [])) is model
