@@ -16,7 +16,6 @@ from ipex_core.errors import OpArgumentError, UnknownOpError
 from ipex_core.library.checks import are_checked
 from ipex_core.program import Program, ProgramBuilder
 from ipex_core.program.builtins import POINTWISE
-from ipex_core.program.run import _DeviceRun, _function
 
 
 def run(build, *inputs):
@@ -210,17 +209,16 @@ def test_calls_on_a_device():
     z = b.call("reshape", b.call("cat", parts, 1), [0, 2, -1])
     b.call("copy_", x, x)
     program = b.build([b.call("select_rows", z, ids), y])
-    functions = [_function(one.op) for one in program.instructions]
-    calls = _DeviceRun(program, functions)
+    run_on_device = program._run_on_device  # here with tensors of the CPU
     for size in (3, 4, 3, 3):
         inputs = torch.randn(size, 8), torch.tensor([2, 0]), 4
-        assert all(map(torch.equal, calls.run(inputs), program.run_reference(*inputs)))
-        assert not calls.run(inputs)[1].requires_grad
+        assert all(map(torch.equal, run_on_device(inputs), program.run_reference(*inputs)))
+        assert not run_on_device(inputs)[1].requires_grad
     assert not are_checked()
     with pytest.raises(RuntimeError, match=r"program: instruction 2 \(narrow\)"):
-        calls.run((torch.randn(3, 8), torch.tensor([2, 0]), 9))
+        run_on_device((torch.randn(3, 8), torch.tensor([2, 0]), 9))
     assert not are_checked()
-    assert program.on(torch.device("cpu"))._on_device is None
+    assert not program.on(torch.device("cpu"))._on_device
 
 
 def test_inputs_can_be_outputs():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import struct
 import threading
 import weakref
@@ -121,7 +122,10 @@ class Program:
         self._tensors = [i for i, r in enumerate(inputs) if r.kind == "tensor"]
         self._ints = [i for i, r in enumerate(inputs) if r.kind == "int"]
         self._native = NativeProgram()
-        self._on_device: _DeviceRun | None = None
+        devices = {tensor.device.type for tensor in self.constants.values()}
+        self._on_device = not devices <= {"cpu", "meta"}
+        #: Shapes, strides and dtypes of inputs that a checked run on a device was done with.
+        self._known_shapes: set[tuple[Any, ...]] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy makes its own native program: a handle belongs to one object of one process.
@@ -157,17 +161,13 @@ class Program:
 
     def on(self, device: torch.device) -> Program:
         """Return the program with its constants on a device; off the CPU its instructions run one by one."""
-        program = Program(
+        return Program(
             inputs=self.registers_of_inputs,
             constants={index: tensor.to(device) for index, tensor in self.constants.items()},
             instructions=self.instructions,
             outputs=self.outputs,
             registers=self.registers,
         )
-        if device.type != "cpu":
-            functions = [_function(one.op) for one in self.instructions]
-            program._on_device = _DeviceRun(program, functions)
-        return program
 
     def run(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the program and return its outputs.
@@ -182,10 +182,8 @@ class Program:
         """
         # A compiler sees the ops of the program, not one call that it knows nothing of.
         compiling = torch.compiler.is_compiling()
-        if self._on_device is not None and not compiling:
-            self._check_inputs(inputs)
-            with _without_autocast():
-                return self._on_device.run(inputs)
+        if self._on_device and not compiling:
+            return self._run_on_device(inputs)
         handle = None if compiling else self._native.handle(self)
         if handle is None:
             return self.run_reference(*inputs)
@@ -216,7 +214,35 @@ class Program:
     def run_reference(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the program as a sequence of calls of ``torch.ops.ipex`` and of stock PyTorch; else like `run`."""
         self._check_inputs(inputs)
-        tensors: list[torch.Tensor | None] = [None] * self.registers
+        with torch.no_grad(), _without_autocast():
+            return self._interpret(inputs, {})
+
+    def _run_on_device(self, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Run the program on another device than the CPU.
+
+        A device computes while the host starts what comes next, and to call some hundred ops in the usual way takes
+        the host longer than the step of a decoder takes the device. So arguments are checked at the first run with
+        inputs of some shapes, and calls go past torch's layers for derivatives, which programs do not have.
+        """
+        shapes = tuple(
+            (one.shape, one.stride(), one.dtype) for one in inputs if type(one) is torch.Tensor
+        )
+        if shapes not in self._known_shapes:
+            outputs = self.run_reference(*inputs)
+            if len(self._known_shapes) >= 256:  # each length of a prompt has its own
+                self._known_shapes.clear()
+            self._known_shapes.add(shapes)
+            return outputs
+        self._check_inputs(inputs)
+        below = torch._C._AutoDispatchBelowAutograd
+        with torch.no_grad(), _without_autocast(), below(), arguments_were_checked():
+            return self._interpret(inputs, _UNCHECKED)
+
+    def _interpret(
+        self, inputs: tuple[Any, ...], others: Mapping[str, Callable[..., Any]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Call the instructions one by one; ``others`` has functions for some of them in place of their own."""
+        tensors: list[Any] = [None] * self.registers
         ints: list[int] = []
         for index, tensor in self.constants.items():
             tensors[index] = tensor
@@ -232,21 +258,36 @@ class Program:
                 return (tensors if value.kind == "tensor" else ints)[value.index]
             return [decoded(one) for one in value] if kind is tuple else value
 
-        with torch.no_grad(), _without_autocast():
-            for number, instruction in enumerate(self.instructions):
-                args = [decoded(value) for value in instruction.args]
-                try:
-                    output = _function(instruction.op)(*args)
-                except Exception as cause:
-                    raise self.failure(cause, number) from cause
-                results = output if len(instruction.results) > 1 else (output,)
-                for index, result in zip(instruction.results, results, strict=False):
+        for number, (instruction, function, places) in enumerate(self._calls):
+            args = list(instruction.args)
+            for place in places:
+                args[place] = decoded(args[place])
+            try:
+                output = others.get(instruction.op, function)(*args)
+            except Exception as cause:
+                raise self._failure(cause, number) from cause
+            if len(instruction.results) == 1:
+                tensors[instruction.results[0]] = output
+            else:
+                for index, result in zip(instruction.results, output or (), strict=False):
                     tensors[index] = result
-                for index in instruction.frees:
-                    tensors[index] = None
-        return tuple(tensors[index] for index in self.outputs)  # type: ignore[misc]
+            for index in instruction.frees:
+                tensors[index] = None
+        return tuple(tensors[index] for index in self.outputs)
 
-    def failure(self, cause: Exception, number: int) -> Exception:
+    @functools.cached_property
+    def _calls(self) -> list[tuple[Instruction, Callable[..., Any], list[int]]]:
+        """The instructions, each with what it calls and the places of its arguments that have registers."""
+        return [
+            (
+                one,
+                _function(one.op),
+                [i for i, a in enumerate(one.args) if type(a) in (Register, tuple)],
+            )
+            for one in self.instructions
+        ]
+
+    def _failure(self, cause: Exception, number: int) -> Exception:
         """Return the error of an instruction: of the cause's class where that can be told apart, with its place."""
         kind = OpArgumentError if isinstance(cause, OpArgumentError) else RuntimeError
         return kind(f"program: instruction {number} ({self.instructions[number].op}): {cause}")
@@ -291,13 +332,6 @@ def _rebuild(
     )
 
 
-# --- on a device ------------------------------------------------------------------------------------------------------
-
-# A device computes while the host starts what comes next, and to call some hundred ops in the usual way takes the host
-# longer than the step of a decoder takes the device. So arguments are checked at the first run with inputs of some
-# shapes, and calls go past torch's layers for derivatives, which programs do not have.
-
-
 def _reshape(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(sizes)])
 
@@ -318,97 +352,6 @@ _UNCHECKED: Mapping[str, Callable[..., Any]] = {
     "select_rows": _select_rows,
     "transpose": torch.transpose,
 }
-
-#: A call: its function, its arguments, which of them are registers (place, number, whether a tensor), which are lists
-#: with registers in them, where results go, and what is freed.
-_Call = tuple[
-    Callable[..., Any],
-    list[Any],
-    list[tuple[int, int, bool]],
-    list[int],
-    tuple[int, ...],
-    tuple[int, ...],
-]
-
-
-class _DeviceRun:
-    """The calls of a program on a device.
-
-    Args:
-        program: The program; its constants are on the device.
-        functions: What each of its instructions calls.
-    """
-
-    def __init__(self, program: Program, functions: Sequence[Callable[..., Any]]) -> None:
-        self._program = program
-        pairs = zip(program.instructions, functions, strict=True)
-        self._calls = [self._prepared(one, _UNCHECKED.get(one.op, call)) for one, call in pairs]
-        #: Shapes, strides and dtypes of inputs that a checked run was done with.
-        self._known: set[tuple[Any, ...]] = set()
-
-    @staticmethod
-    def _prepared(one: Instruction, function: Callable[..., Any]) -> _Call:
-        places = [
-            (i, a.index, a.kind == "tensor") for i, a in enumerate(one.args) if type(a) is Register
-        ]
-        lists = [i for i, a in enumerate(one.args) if type(a) is tuple]
-        return function, list(one.args), places, lists, one.results, one.frees
-
-    def run(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Run the program with inputs of the right number and kinds."""
-        program = self._program
-        shapes = tuple(
-            (one.shape, one.stride(), one.dtype) for one in inputs if type(one) is torch.Tensor
-        )
-        if shapes not in self._known:
-            outputs = program.run_reference(*inputs)
-            if len(self._known) >= 256:  # each length of a prompt has its own
-                self._known.clear()
-            self._known.add(shapes)
-            return outputs
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), arguments_were_checked():
-            return self._run(inputs)
-
-    def _run(self, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        program = self._program
-        tensors: list[Any] = [None] * program.registers
-        ints: list[int] = []
-        for index, tensor in program.constants.items():
-            tensors[index] = tensor
-        for register, value in zip(program.registers_of_inputs, inputs, strict=True):
-            if register.kind == "tensor":
-                tensors[register.index] = value
-            else:
-                ints.append(value)
-
-        def of(values: tuple[Any, ...]) -> list[Any]:
-            return [
-                (tensors if one.kind == "tensor" else ints)[one.index]
-                if type(one) is Register
-                else of(one)
-                if type(one) is tuple
-                else one
-                for one in values
-            ]
-
-        for number, (function, template, places, lists, results, frees) in enumerate(self._calls):
-            args = template.copy()
-            for place, index, is_tensor in places:
-                args[place] = tensors[index] if is_tensor else ints[index]
-            for place in lists:
-                args[place] = of(args[place])
-            try:
-                output = function(*args)
-            except Exception as cause:
-                raise program.failure(cause, number) from cause
-            if len(results) == 1:
-                tensors[results[0]] = output
-            else:
-                for index, result in zip(results, output or (), strict=False):
-                    tensors[index] = result
-            for index in frees:
-                tensors[index] = None
-        return tuple(tensors[index] for index in program.outputs)
 
 
 # --- the native form -------------------------------------------------------------------------------------------------
