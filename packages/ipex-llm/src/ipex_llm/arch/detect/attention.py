@@ -49,6 +49,7 @@ from ipex_llm.arch.detect.trace import (
     linears,
     same,
     settle,
+    settled,
     tolerance,
 )
 from ipex_llm.arch.reference import (
@@ -486,8 +487,8 @@ def _match_shared(
     def error(plan: AttentionPlan) -> float:
         return distance(attend(plan, with_shared_rows(plan, queries, rows)), expected)
 
-    settled = settle(candidates(), error, expected)
-    plan, off = settled
+    found = settle(candidates(), error, expected)
+    plan, off = found
     if plan is None:
         raise trace.error(
             attention,
@@ -585,11 +586,7 @@ def _settle(
         rows = qkv if order is None else qkv[..., order.to(qkv.device)]
         return distance(attend(plan, rows), expected)
 
-    settled = settle(candidates(), error, expected, sure=len(hint))
-    plan, off = settled
-    if plan is None:
-        name = type(attention).__name__
-        raise trace.error(attention, f"{name} computes something else (off by {off:.1e})")
+    plan = settled(trace, attention, candidates(), error, expected, sure=len(hint))
     return plan
 
 
@@ -707,11 +704,7 @@ def match_latent(
         order: Any = plan.qkv.order
         return distance(attend(plan, rows if order is None else rows[..., order]), expected)
 
-    settled = settle(_candidates(config, base, ropes, scales), error, expected)
-    plan, off = settled
-    if plan is None:
-        name = type(attention).__name__
-        raise trace.error(attention, f"{name} computes something else (off by {off:.1e})")
+    plan = settled(trace, attention, _candidates(config, base, ropes, scales), error, expected)
     return _as_cached(trace, config, plan, index)
 
 
@@ -845,12 +838,7 @@ def match_picture(trace: Trace, config: Config, layer: nn.Module) -> PicturePlan
     def error(one: tuple[PicturePlan, bool]) -> float:
         return distance(look(one[0], trace.output(query), both, one[1]), expected)
 
-    found_and_off = settle(candidates(), error, expected)
-    settled, off = found_and_off
-    if settled is None:
-        name = type(block).__name__
-        raise trace.error(block, f"{name} computes something else (off by {off:.1e})")
-    plan, causal = settled
+    plan, causal = settled(trace, block, candidates(), error, expected)
     h, wanted = trace.input(layer).float(), trace.output(layer)
     for order in (plan.gates, plan.gates[::-1]):
         own = dataclasses.replace(plan, gates=order)
@@ -934,9 +922,7 @@ def match_head_experts(
             own = dataclasses.replace(mixture, renormalize=again)
             yield dataclasses.replace(base, rope=rope, scale=scale, experts=own)
 
-    found = settle(candidates(), lambda plan: distance(run_attention(plan, x), expected), expected)
-    settled, off = found
-    if settled is None:
-        name = type(attention).__name__
-        raise trace.error(attention, f"{name} computes something else (off by {off:.1e})")
-    return settled
+    def error(plan: AttentionPlan) -> float:
+        return distance(run_attention(plan, x), expected)
+
+    return settled(trace, attention, candidates(), error, expected)

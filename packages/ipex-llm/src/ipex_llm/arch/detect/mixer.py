@@ -39,6 +39,7 @@ from ipex_llm.arch.detect.trace import (
     linears,
     same,
     settle,
+    settled,
     tolerance,
 )
 from ipex_llm.arch.reference import in_order, mix, run_attention
@@ -464,12 +465,11 @@ def match_shifted(trace: Trace, layer: nn.Module, blocks: tuple[nn.Module, nn.Mo
 def _settled(trace: Trace, block: nn.Module, candidates: Iterator[MixerPlan]) -> MixerPlan:
     """Return the candidate that gives what a block gave."""
     x, expected = trace.input(block), trace.output(block)
-    found = settle(candidates, lambda plan: distance(run_attention(plan, x), expected), expected)
-    plan, off = found
-    if plan is None:
-        name = type(block).__name__
-        raise trace.error(block, f"{name} computes something else (off by {off:.1e})")
-    return plan
+
+    def error(plan: MixerPlan) -> float:
+        return distance(run_attention(plan, x), expected)
+
+    return settled(trace, block, candidates, error, expected)
 
 
 def _mixes(block: nn.Module, *names: str) -> tuple[str, ...]:

@@ -262,6 +262,27 @@ def settle(
     return (best if nearest <= limit else None), nearest
 
 
+def settled(
+    trace: Trace,
+    module: nn.Module,
+    candidates: Iterable[Plan],
+    error: Callable[[Plan], float],
+    like: Tensor,
+    sure: int = 0,
+) -> Plan:
+    """Return the candidate for a module that `settle` finds.
+
+    Raises:
+        MatchError: None fits.
+    """
+    result = settle(candidates, error, like, sure)
+    found, off = result
+    if found is None:
+        name = type(module).__name__
+        raise trace.error(module, f"{name} computes something else (off by {off:.1e})")
+    return found
+
+
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is called a norm, and has no linear layers; which one is found by numbers."""
     return "norm" in type(module).__name__.lower() and not any(map(is_linear, module.modules()))
