@@ -235,7 +235,7 @@ def test_quantized_before() -> None:
 
 
 def test_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device the error is that of optimize; with one, a decoder is a program, or its modules are changed."""
+    """Without a device `plan` and `optimize` raise; with one, a decoder is a program, or runs layer by layer."""
     for function in (plan, optimize):
         with pytest.raises(MissingComponentError, match="device 'xpu' needs a device"):
             function(build("llama"), device="xpu")

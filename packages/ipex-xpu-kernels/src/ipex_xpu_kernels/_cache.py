@@ -44,6 +44,11 @@ class _Places:
         return _last_of_each(slots).to(slot_mapping.device)
 
 
+def _places(op: str, cache: Tensor, slot_mapping: Tensor) -> Tensor:
+    """Return where in a cache tokens are written; of slots that several layers share it is found out once."""
+    return read_once(slot_mapping, _Places(op, cache.shape[0] * cache.shape[2]))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
     """Reads positions: the rows of ``table`` that belong to them."""
@@ -103,8 +108,7 @@ def _writer(op: str) -> Callable[..., bool]:
     ) -> bool:
         if key.dtype not in FLOATS:
             return False
-        capacity = key_cache.shape[0] * key_cache.shape[2]
-        places = read_once(slot_mapping, _Places(op, capacity))
+        places = _places(op, key_cache, slot_mapping)
         _write(key, key_cache, places, k_scale, key_scales)
         _write(value, value_cache, places, v_scale, value_scales)
         return True
@@ -134,7 +138,7 @@ def _rotary_embedding_and_cache(
     if slot_mapping is None:
         slots = cache_places(query, key_cache, None, position_ids)
     else:
-        slots = read_once(slot_mapping, _Places(op, key_cache.shape[0] * key_cache.shape[2]))
+        slots = _places(op, key_cache, slot_mapping)
     rotated = key.contiguous() if key.stride(-1) != 1 else key.clone()
     torch.ops.ipex.rotary_embedding(query, rotated, *rows, rotary_dim, rotary_half)
     for x, cache, scale in ((rotated, key_cache, k_scale), (value, value_cache, v_scale)):

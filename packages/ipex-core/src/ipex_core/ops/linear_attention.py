@@ -644,11 +644,17 @@ def _selective(
     return y.to(x.dtype)
 
 
-def _selective_check(a: Arguments) -> None:
+def _check_channels(a: Arguments, other: str) -> tuple[int, int]:
+    """Check ``x`` and another argument ``[T, E]``, and return T and E."""
     check_tensor(a.op, "x", a.x)
     a.require(a.x.dim() == 2, "x", "be 2-D [T, E]", f"{a.x.dim()}-D")
     rows, channels = a.x.shape
-    check_shaped(a.op, "dt", a.dt, [rows, channels], a.x, "x", or_float32=True)
+    check_shaped(a.op, other, getattr(a, other), [rows, channels], a.x, "x", or_float32=True)
+    return rows, channels
+
+
+def _selective_check(a: Arguments) -> None:
+    rows, channels = _check_channels(a, "dt")
     check_kind(a.op, "B", a.B, a.x)
     shape = list(a.B.shape)
     a.require(
@@ -797,10 +803,7 @@ def _wkv(
 
 
 def _wkv_check(a: Arguments) -> None:
-    check_tensor(a.op, "x", a.x)
-    a.require(a.x.dim() == 2, "x", "be 2-D [T, E]", f"{a.x.dim()}-D")
-    rows, channels = a.x.shape
-    check_shaped(a.op, "k", a.k, [rows, channels], a.x, "x", or_float32=True)
+    rows, channels = _check_channels(a, "k")
     for name in ("decay", "first"):
         check_float32(a.op, name, getattr(a, name), [channels], a.x, "x")
     _check_spans(a, rows, _check_state(a, a.x, [3, channels], "x"))

@@ -233,9 +233,10 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
         pair = is_pair(model)
         if pair and request.device.type == "cpu":
             return _pair(model, request, form, grains)
-        found, reason = find_plan(model)
         if pair:
-            found, reason = None, "on xpu, encoder-decoders have no program"
+            reason = "on xpu, encoder-decoders have no program"
+        else:
+            found, reason = find_plan(model)
         if found is not None and request.device.type != "cpu":
             reason = _reason_on_device(found)
     divided = sharded or (parallel is not None and parallel.ranks > 1)
