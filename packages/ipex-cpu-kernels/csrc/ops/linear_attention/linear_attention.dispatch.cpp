@@ -223,6 +223,18 @@ IPEX_INLINE void recurrence(const RecurrenceArgs& args, int64_t begin, int64_t e
     blocks_of_columns<false, T>(args, begin, end, scratch);
 }
 
+// Calls f with a text and its channels [first, last) for the blocks [begin, end) of all texts.
+template <class F>
+IPEX_INLINE void each_block(const Texts& texts, int64_t channels, int64_t begin, int64_t end, F f) {
+  const int64_t blocks = (channels + kRecurrenceColumns - 1) / kRecurrenceColumns;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t text = i / blocks;
+    if (texts.starts[text] == texts.starts[text + 1]) continue;
+    const int64_t first = i % blocks * kRecurrenceColumns;
+    f(text, first, least(channels, first + kRecurrenceColumns));
+  }
+}
+
 // -- Mamba ----------------------------------------------------------------------------------------
 
 // kVecs vectors of channels, of which the first `count` channels are there.
@@ -299,12 +311,7 @@ void channels(const SelectiveArgs& args, int64_t text, int64_t channel, int64_t 
 
 template <class T>
 IPEX_INLINE void selective(const SelectiveArgs& args, int64_t begin, int64_t end, char* scratch) {
-  const int64_t blocks = (args.channels + kRecurrenceColumns - 1) / kRecurrenceColumns;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t text = i / blocks;
-    if (args.texts.starts[text] == args.texts.starts[text + 1]) continue;
-    const int64_t first = i % blocks * kRecurrenceColumns;
-    const int64_t last = least(args.channels, first + kRecurrenceColumns);
+  each_block(args.texts, args.channels, begin, end, [&](int64_t text, int64_t first, int64_t last) {
     for (int64_t c = first; c < last;) {
       const int64_t count = least(4 * kLanes, last - c);
       if (count > 2 * kLanes)
@@ -315,7 +322,7 @@ IPEX_INLINE void selective(const SelectiveArgs& args, int64_t begin, int64_t end
         channels<1, T>(args, text, c, count, scratch);
       c += count;
     }
-  }
+  });
 }
 
 // -- RWKV -----------------------------------------------------------------------------------------
@@ -367,12 +374,7 @@ void means(const WkvArgs& args, int64_t text, int64_t channel, int64_t count) {
 
 template <class T>
 IPEX_INLINE void wkv(const WkvArgs& args, int64_t begin, int64_t end) {
-  const int64_t blocks = (args.channels + kRecurrenceColumns - 1) / kRecurrenceColumns;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t text = i / blocks;
-    if (args.texts.starts[text] == args.texts.starts[text + 1]) continue;
-    const int64_t first = i % blocks * kRecurrenceColumns;
-    const int64_t last = least(args.channels, first + kRecurrenceColumns);
+  each_block(args.texts, args.channels, begin, end, [&](int64_t text, int64_t first, int64_t last) {
     for (int64_t c = first; c < last; c += 2 * kLanes) {
       const int64_t count = least(2 * kLanes, last - c);
       if (count > kLanes)
@@ -380,7 +382,7 @@ IPEX_INLINE void wkv(const WkvArgs& args, int64_t begin, int64_t end) {
       else
         means<1, T>(args, text, c, count);
     }
-  }
+  });
 }
 
 // -- the short convolution ------------------------------------------------------------------------
