@@ -273,12 +273,12 @@ def test_memory_is_bounded_and_checked_before_work(monkeypatch):
     with pytest.raises(CacheMemoryError, match=r"fit the cache of 60 tokens, got 50 and up to 20"):
         e.add_request([1] * 50, SamplingParams(max_new_tokens=20))
     e.add_request([1] * 50, SamplingParams(max_new_tokens=11))
-    monkeypatch.setattr(limits, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(limits, "available_memory", lambda device: 10_000)
     assert Engine(runner, block_size=4).stats().blocks == 5000 // 64
     assert Engine(runner, block_size=4, max_num_seqs=1, max_model_len=32).stats().blocks == 8
     with pytest.raises(CacheMemoryError, match=r"fit the free memory of 9.8 KiB, got 1000 blocks"):
         Engine(runner, block_size=4, num_blocks=1000)
-    monkeypatch.setattr(limits, "available_memory", lambda: 100)
+    monkeypatch.setattr(limits, "available_memory", lambda device: 100)
     with pytest.raises(CacheMemoryError, match="from the free memory"):
         Engine(runner, block_size=4)
     assert isinstance(CacheMemoryError("x"), MemoryError)

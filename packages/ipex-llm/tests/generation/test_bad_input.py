@@ -28,7 +28,7 @@ def llama():
 
 def test_the_memory_of_the_cache_is_estimated_before_work(llama, monkeypatch):
     _, fast = llama
-    monkeypatch.setattr(_hf_cache, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(_hf_cache, "available_memory", lambda device: 100_000)
     options = {"do_sample": False, "pad_token_id": 0}
     fast.generate(tokens(1, 8), max_new_tokens=4, **options)
     message = r"IpexCache: the cache must fit the free memory of 97\.7 KiB, got 4 sequences of"
@@ -36,7 +36,7 @@ def test_the_memory_of_the_cache_is_estimated_before_work(llama, monkeypatch):
         with pytest.raises(CacheMemoryError, match=message) as error:
             fast.generate(tokens(4, 8), max_new_tokens=2000, num_beams=beams, **options)
         assert isinstance(error.value, MemoryError)
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda device: 10_000)
     cache = record_of(fast.model).runner.new_cache(4, 16)
     with pytest.raises(CacheMemoryError, match=r"free memory of 9\.8 KiB, got 1600 tokens"):
         cache.grow(100)
