@@ -39,7 +39,7 @@ if [ ! -e "$site/built" ]; then
   cp -r "$packages"/*/src/ipex_{core,quant,llm} "$site/"
   cmake -S "$packages/ipex-xpu-kernels" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
     -DCMAKE_CXX_STANDARD_LIBRARIES=-l:libstdc++.so.6 -DPython_EXECUTABLE="$(command -v python3)" \
-    -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" -DIPEX_XPU_PRECOMPILE=ON > "$folder/configure.log"
+    -DIPEX_XPU_PREBUILT_KERNELS="$folder/kernels" > "$folder/configure.log"
   cmake --build "$folder/build" --parallel > "$folder/build.log" || { grep -m 20 -E 'error|Error' "$folder/build.log"; exit 1; }
   cp -r "$packages/ipex-xpu-kernels/src/ipex_xpu_kernels" "$site/"
   cmake --install "$folder/build" --prefix "$site/ipex_xpu_kernels" > "$folder/install.log"
