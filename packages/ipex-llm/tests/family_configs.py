@@ -380,6 +380,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
+    # A norm of the rotated part of keys, factors on latents, gates of heads; layers with a window have other heads.
+    "dots3_note": (
+        "Dots3Note",
+        {
+            **{k: v for k, v in {**BASE, **_MLA, **_INDEX}.items() if k != "topk_group"},
+            **FOUR_LAYERS,
+            "head_dim": 32,
+            "layer_types": ["indexed_attention", _SLIDING] * 2,
+            "sliding_window": WINDOW,
+            "shared_experts_intermediate_size": 32,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_q_lora_rank": 24,
+            "swa_kv_lora_rank": 24,
+            "swa_head_dim": 24,
+            "swa_qk_nope_head_dim": 16,
+            "swa_v_head_dim": 8,
+        },
+    ),
     # A norm at the end of the experts.
     "axk1": ("AXK1", {**BASE, **_MLA, "mlp_layer_types": ["dense", "sparse"]}),
     # Gated projections with a bound in dense blocks, an indexer of blocks of keys in the second layer.

@@ -48,6 +48,7 @@ NAMES = [
         "jetmoe",
         "deepseek_v32",
         "glm_moe_dsa",
+        "dots3_note",
         "axk1",
         "minimax_m3",
     )

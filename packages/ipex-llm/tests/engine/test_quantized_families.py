@@ -36,7 +36,10 @@ STATES = [
 ]
 LATENTS = [
     n
-    for n in ("minicpm3", "deepseek_v32", "glm_moe_dsa", "axk1", "glm4_moe_lite", "longcat_flash")
+    for n in (
+        *("minicpm3", "deepseek_v32", "glm_moe_dsa", "axk1", "glm4_moe_lite", "longcat_flash"),
+        "dots3_note",
+    )
     if n in CAUSAL
 ]
 KEYS = [

@@ -28,7 +28,8 @@ _NAMES = (
     *("doge", "diffllama", "jetmoe", "dbrx", "longcat_flash", "mllama_text", "gpt_neox_japanese"),
 )
 NAMES = [n for n in _NAMES if n in CAUSAL]
-INDEXED = [n for n in ("deepseek_v32", "glm_moe_dsa", "minimax_m3") if n in CAUSAL]
+_INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3", "dots3_note")
+INDEXED = [n for n in _INDEXED if n in CAUSAL]
 
 
 def optimized(name: str) -> Any:

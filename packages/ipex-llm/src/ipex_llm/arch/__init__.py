@@ -71,11 +71,13 @@ class NormPlan:
     eps: float
     offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
     bare: bool = False  # the weight that the module has is not used (Falcon-Mamba)
+    order: Tensor | None = None  # of the elements, if it is not that of the module
 
     @property
     def weight(self) -> Tensor | None:
         """The weight as it is stored (without `offset`); None: the norm has none."""
-        return None if self.bare else self._values("weight")
+        found = None if self.bare else self._values("weight")
+        return found if found is None or self.order is None else found[self.order]
 
     @property
     def bias(self) -> Tensor | None:
@@ -154,6 +156,7 @@ class LatentPlan:
     query: LinearPlan | None = None  # None: `qkv` gives the queries
     query_norm: NormPlan | None = None  # before `query`
     factor: float = 1.0  # on what `norm` gives (LongCat-Flash)
+    common_norm: NormPlan | None = None  # of the common part, before it is rotated (dots3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ def _from_latent(
     if latent.query is not None:
         query = run_linear(latent.query, run_norm(latent.query_norm, query))
     query = query.view(length, plan.heads, plan.head_dim)
-    common = common.unsqueeze(1)
+    common = run_norm(latent.common_norm, common).unsqueeze(1)
     if plan.rope is not None:
         query = torch.cat([query[..., :plain], rotate(plan.rope, query[..., plain:])], dim=-1)
         common = rotate(plan.rope, common)

@@ -343,6 +343,9 @@ def write_latent(
         if latent.factor != 1.0:
             normed = b.call("mul", normed, latent.factor)
         b.call("copy_", low, normed)
+    if latent.common_norm is not None:
+        common = b.call("narrow", row, 1, latent.rank, latent.common)
+        b.call("copy_", common, writer.norm(latent.common_norm, common))
     row = b.call("reshape", row, [0, 1, width])
     heads = b.call("reshape", query, [0, a.heads, a.head_dim])
     turned = b.call("narrow", heads, 2, plain, latent.common)
@@ -359,7 +362,8 @@ def write_latent(
     place = b.call("narrow", absorbed, 2, latent.rank, latent.common)
     b.call("copy_", place, b.call("transpose", turned, 0, 1))
     q = b.call("transpose", absorbed, 0, 1)
-    if writer.mode == "decode" and writer.own_cache:
+    plainly = a.window < 0 and a.sinks is None
+    if writer.mode == "decode" and writer.own_cache and plainly:
         kv = b.call("reshape", cache[0], [0, -1, width])
         out = b.call(
             "mla_decode_attention",

@@ -57,6 +57,7 @@ from ipex_llm.arch.reference import (
     look,
     rotate,
     run_attention,
+    run_norm,
     run_picture,
     with_shared_rows,
 )
@@ -84,6 +85,12 @@ def find_attention(layer: nn.Module) -> nn.Module | None:
         ):
             return child
     return None
+
+
+def kind_of(config: Config, index: int) -> str | None:
+    """Return the kind of a layer by the configuration, or None."""
+    kinds = config.get("layer_types")
+    return kinds[index] if kinds is not None and index < len(kinds) else None
 
 
 def window_of(config: Config, attention: nn.Module, index: int) -> int:
@@ -322,8 +329,7 @@ def match_attention(
         projection = dataclasses.replace(
             projection, order=found.order, factors=None if plain else factors
         )
-    kinds = config.get("layer_types")
-    kind = kinds[index] if kinds is not None and index < len(kinds) else None
+    kind = kind_of(config, index)
     query_norm, key_norm, value_norm, over = _norms(trace, attention, head_dim, behind)
     if alone and (key_norm is None or value_norm is None):
         raise trace.error(attention, "has no projection to values, and no norms of keys and values")
@@ -648,13 +654,14 @@ def match_latent(
         raise trace.error(attention, f"has linear layers ({names}) that are not known of a latent")
     norms = [m for _, m in attention.named_children() if is_norm(m) and trace.ran(m)]
 
-    query_factor, factor = (  # of LongCat-Flash
-        float(getattr(attention, f"mla_scale_{name}_lora", 1.0)) for name in ("q", "kv")
+    query_factor, factor = (  # of LongCat-Flash, of dots3
+        _number(config, attention, f"mla_scale_{part}_lora", f"{part}_lora_scale") or 1.0
+        for part in ("q", "kv")
     )
 
-    def norm_before(module: nn.Module, factor: float = 1.0) -> NormPlan | None:
-        given = trace.input(module)
-        found = next((n for n in norms if same(trace.outputs[n] * factor, given)), None)
+    def norm_before(given: Tensor, *factors: float) -> NormPlan | None:
+        fits = (n for n in norms for f in factors if same(trace.outputs[n] * f, given))
+        found = next(fits, None)
         return None if found is None else match_norm(trace, found)
 
     output = others[-1]
@@ -674,15 +681,18 @@ def match_latent(
     whole = not (odd or rest) and heads > 0 and plain > 0 and rotary > 1
     if not whole or trace.output(up).shape[-1] != heads * (plain + value_dim):
         raise trace.error(attention, f"{queries} features do not make heads of {head_dim}")
+    common = trace.output(down)[:, rank:]
+    common_norm = next((n for n in norms if same(trace.inputs[n], common)), None)
     latent = LatentPlan(
         up,
-        norm_before(up, factor),
+        norm_before(trace.input(up), factor),
         rank,
         value_dim,
         rotary,
         None if query is None else with_factor(linear_plan(query), query_factor),
-        None if query is None else norm_before(query),
+        None if query is None else norm_before(trace.input(query), 1.0, query_factor),
         factor,
+        None if common_norm is None else match_norm(trace, common_norm),
     )
     inner = [first[0], down, *gates]
     rows = torch.cat([trace.output(m) for m in inner], dim=-1)
@@ -694,10 +704,11 @@ def match_latent(
         1,
         head_dim,
         head_dim**-0.5,
+        window=window_of(config, attention, index) if hasattr(attention, "sliding_window") else -1,
         latent=latent,
         gated=_kind_of_gates(trace, attention, own, heads, heads * value_dim),
     )
-    ropes = match_ropes(trace, config, decoder, attention, None, rotary)
+    ropes = match_ropes(trace, config, decoder, attention, kind_of(config, index), rotary)
     scales = scales_of(config, attention, head_dim, index)
 
     def error(plan: AttentionPlan) -> float:
@@ -718,7 +729,9 @@ def _as_cached(trace: Trace, config: Config, plan: AttentionPlan, index: int) ->
         return plan
     assert latent is not None
     kept = trace.cached(index)
-    whole = trace.output(plan.qkv.modules[1])[:, latent.rank :].float()
+    whole = run_norm(
+        latent.common_norm, trace.output(plan.qkv.modules[1])[:, latent.rank :].float()
+    )
     turned = rotate(rope, whole.unsqueeze(1)).flatten(1)
     if kept is None or kept.numel() != turned.numel():
         return plan
@@ -766,6 +779,9 @@ def _in_halves(plan: AttentionPlan, rotary: int) -> AttentionPlan:
         features: Any = plan.qkv.modules[0]
         first = torch.arange(int(features.out_features))
         latent = dataclasses.replace(latent, query=dataclasses.replace(latent.query, order=queries))
+    if latent.common_norm is not None:
+        norm = dataclasses.replace(latent.common_norm, order=tail)
+        latent = dataclasses.replace(latent, common_norm=norm)
     start = len(first)
     end = start + latent.rank + rotary
     order = torch.cat([first, start + torch.arange(latent.rank), start + latent.rank + tail])
@@ -902,8 +918,7 @@ def match_head_experts(
         gated=False,
         added=added_by(block, hidden),
     )
-    kinds = config.get("layer_types")
-    kind = kinds[index] if kinds is not None and index < len(kinds) else None
+    kind = kind_of(config, index)
     base = AttentionPlan(
         linear_plan(others[0]),
         LinearPlan(()),

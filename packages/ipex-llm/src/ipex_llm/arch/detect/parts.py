@@ -139,7 +139,9 @@ def _frequencies(owner: nn.Module, kind: str | None, deep: bool) -> list[torch.T
 def _dimension(
     config: Config, attention: nn.Module, parameters: Mapping[str, Any], head_dim: int
 ) -> int:
-    if parameters.get("rope_type") == "proportional":  # the share is one of frequencies
+    common = getattr(attention, "qk_rope_head_dim", None)  # rotated as a whole
+    # In "proportional" the share is one of frequencies.
+    if parameters.get("rope_type") == "proportional" or common == head_dim:
         return head_dim
     for name in ("rotary_ndims", "rotary_dim"):
         value = getattr(attention, name, None)

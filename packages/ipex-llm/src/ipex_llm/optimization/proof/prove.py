@@ -141,7 +141,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.window >= 0,
         plan.softcap > 0,
         plan.sinks is None,
-        plan.latent is None,
+        plan.latent is None or (plan.latent.common_norm is None, plan.latent.factor == 1.0),
         plan.query_norm is None,
         plan.norm_after_rope,
         plan.temperature is None,
