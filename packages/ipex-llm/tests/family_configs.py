@@ -385,9 +385,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots3Note",
         {
             **{k: v for k, v in {**BASE, **_MLA, **_INDEX}.items() if k != "topk_group"},
-            **FOUR_LAYERS,
             "head_dim": 32,
-            "layer_types": ["indexed_attention", _SLIDING] * 2,
+            "layer_types": ["indexed_attention", _SLIDING],
             "sliding_window": WINDOW,
             "shared_experts_intermediate_size": 32,
             "swa_num_attention_heads": 2,
