@@ -82,6 +82,7 @@ _MLA = {
 }
 
 
+_SLIDING = "sliding_attention"
 _INDEX = {"index_topk": 96, "index_head_dim": 16, "index_n_heads": 4}
 _EXPERT_NAMES = (
     *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
@@ -133,8 +134,6 @@ def _mpt(**attention: Any) -> dict[str, Any]:
     }
 
 
-#: Name -> (prefix of the classes in transformers, arguments of the config).
-_SLIDING = "sliding_attention"
 _GEMMA4: dict[str, Any] = {
     **BASE,
     **FOUR_LAYERS,
@@ -149,6 +148,7 @@ _GEMMA4: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+#: Name -> (prefix of the classes in transformers, arguments of the config).
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**BASE}),
     "llama_tied": ("Llama", {**BASE, "tie_word_embeddings": True}),
@@ -175,6 +175,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BASE, **_MOE, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
     ),
     "qwen3": ("Qwen3", {**BASE, "head_dim": 32}),
+    # Experts chosen by logits with a bias, weights that are sigmoids without it; rotation in layers with a window alone.
+    "kolibri1": (
+        "Kolibri1",
+        {
+            **{k: v for k, v in {**BASE, **_MOE}.items() if k != "intermediate_size"},
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": [_SLIDING, "full_attention"],
+            "sliding_window": WINDOW,
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3_moe": ("Qwen3Moe", {**BASE, **_MOE, "head_dim": 16, "norm_topk_prob": True}),
     "gemma": ("Gemma", {**BASE, "head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": (

@@ -49,6 +49,7 @@ NAMES = [
         "deepseek_v32",
         "glm_moe_dsa",
         "dots3_note",
+        "kolibri1",
         "axk1",
         "minimax_m3",
     )

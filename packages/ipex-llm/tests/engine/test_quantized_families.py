@@ -47,7 +47,7 @@ KEYS = [
     for name in (
         *("mimo_v2_flash", "laguna", "nanochat", "modernbert_decoder", "minimax_m3"),
         *("gpt_neox_japanese", "mllama_text", "dbrx", "doge"),
-        *("diffllama", "jetmoe"),
+        *("diffllama", "jetmoe", "kolibri1"),
     )
     if name in CAUSAL
 ]

@@ -464,7 +464,8 @@ class ExpertsPlan:
     top_k: int
     intermediate_size: int
     activation: Activation
-    scoring: Literal["softmax", "sigmoid", "sparsemixer"]
+    #: "logits": `correction_bias` is added to logits and not to scores, which are sigmoids of logits (Kolibri).
+    scoring: Literal["softmax", "sigmoid", "sparsemixer", "logits"]
     renormalize: bool
     groups: int = 0
     top_groups: int = 0

@@ -546,6 +546,12 @@ def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:
 def _route(plan: ExpertsPlan, x: Tensor) -> tuple[Tensor, Tensor]:
     bias = None if plan.router_bias is None else plan.router_bias.float()
     logits = functional.linear(x, plan.router_weight.float(), bias)
+    if plan.scoring == "logits":
+        assert plan.correction_bias is not None
+        ids = (logits + plan.correction_bias.float()).topk(plan.top_k).indices
+        weights = torch.sigmoid(logits).gather(1, ids)
+        total = weights.sum(-1, keepdim=True) if plan.renormalize else 1.0
+        return weights / total * plan.routed_scale, ids
     weights, ids = torch.ops.ipex.moe_routing(
         logits,
         plan.top_k,

@@ -39,6 +39,8 @@ def pointwise(
     return result
 
 
+FLOAT = torch.float32
+
 #: Functions of gates, as steps of `pointwise` from the value 0 on; 1 is what they multiply.
 _OPENINGS: Mapping[str, list[tuple[Any, ...]]] = {
     "sigmoid": [("sigmoid", 0)],
@@ -263,6 +265,8 @@ def routing(
 ) -> tuple[Register, Register]:
     """Write which experts rows go to; return their weights and ids."""
     correction, b = mlp.correction_bias, writer.b
+    if mlp.scoring == "logits":
+        return _routing_by_logits(writer, mlp, b.call("cast", writer.linear(router, x), FLOAT))
     weights, ids = b.call(
         "moe_routing",
         writer.linear(router, x),
@@ -276,6 +280,21 @@ def routing(
         mlp.jitter,
     )
     return weights, ids
+
+
+def _routing_by_logits(
+    writer: Any, mlp: ExpertsPlan, logits: Register
+) -> tuple[Register, Register]:
+    """Write which experts rows go to by their logits and a bias, with weights that are sigmoids of logits."""
+    b, correction = writer.b, mlp.correction_bias
+    assert correction is not None
+    biased = b.call("add", logits, b.constant(correction.detach().float()))
+    _, ids = b.call("moe_routing", biased, mlp.top_k, False)
+    weights = pointwise(b, [b.call("gather", logits, 1, ids)], [], [("sigmoid", 0)], FLOAT)
+    if mlp.renormalize:
+        total = b.call("sum", weights, [1], True)
+        weights = pointwise(b, [weights, total], [], [("div", 0, 1)], FLOAT)
+    return b.call("mul", weights, mlp.routed_scale), ids
 
 
 def _with_identities(

@@ -582,6 +582,11 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     shared, shared_gate = _shared(trace, block)
     inside = [module for owner in owners[:2] if owner is not None for module in owner.modules()]
     bias = _find([*owners[:3], *inside], "e_score_correction_bias", "expert_bias")
+    scorings = ["softmax", "sigmoid"]
+    if isinstance(bias, Tensor) and _adds_to_logits(outer, router, bias, top_k):
+        scorings = ["logits"]
+    elif _find(owners, "router_jitter_noise"):
+        scorings.append("sparsemixer")
     if isinstance(bias, Tensor) and bias.numel() == weights.experts + weights.zeros:
         bias = bias.view(-1)  # ERNIE has a row
     scales = getattr(outer, "per_expert_scale", None)
@@ -629,7 +634,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         added=added_by(block, hidden),
     )
     scale = float(_find(owners, "routed_scaling_factor", "router_scaling_factor") or 1.0)
-    candidates = _expert_candidates(plan, weights, names, scale)
+    candidates = _expert_candidates(plan, weights, names, scorings, scale)
 
     def error(candidate: ExpertsPlan) -> float:
         if routed is not None:
@@ -645,14 +650,37 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     return settled
 
 
+def _adds_to_logits(outer: object, router: Any, bias: Tensor, top_k: int) -> bool:
+    """Return whether a router adds its correction bias to logits, and not to what it makes of them (Kolibri).
+
+    A few tokens, and a bias of zeros, would not show it: the router is called with other rows and another bias.
+    """
+    if not isinstance(outer, nn.Module):
+        return False
+    found = {id(t): n for n, t in (*outer.named_buffers(), *outer.named_parameters())}
+    if id(bias) not in found:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 64, router.weight.shape[-1], generator=generator).to(router.weight)
+    other = torch.randn(bias.shape, generator=generator).to(bias)
+    try:
+        given = torch.func.functional_call(outer, {found[id(bias)]: other}, (x,))
+    except Exception:  # it takes more, or something else
+        return False
+    ids = [t for t in given if isinstance(t, Tensor) and not t.is_floating_point()]
+    logits = torch.nn.functional.linear(x[0].float(), router.weight.float())
+    wanted = (logits + other.float()).topk(top_k).indices.sort().values
+    return len(ids) == 1 and torch.equal(ids[0].view(-1, top_k).sort().values, wanted)
+
+
 def _expert_candidates(
-    plan: ExpertsPlan, weights: _Weights, names: list[str], scale: float
+    plan: ExpertsPlan, weights: _Weights, names: list[str], scorings: list[Any], scale: float
 ) -> Iterator[ExpertsPlan]:
     grouped = [True, False] if plan.groups else [False]
     for (form, size), name, scoring, again, factor, cut, early in itertools.product(
         zip(weights.both, weights.sizes, strict=True),
         names,
-        ("softmax", "sigmoid", *(["sparsemixer"] if plan.jitter else [])),
+        scorings,
         (True, False),
         dict.fromkeys((scale, 1.0)),
         grouped,
