@@ -224,6 +224,19 @@ def test_experts() -> None:
     assert not first("qwen2_moe").renormalize
 
 
+@pytest.mark.parametrize(("name", "scoring"), [("kolibri1", "logits"), ("axk1", "sigmoid")])
+@torch.no_grad()
+def test_what_a_correction_bias_is_added_to(name: str, scoring: str) -> None:
+    if name not in CAUSAL:
+        pytest.skip("newer than this transformers")
+    model = FAMILIES[name]()
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("correction_bias"):
+            buffer.zero_()  # as in a new model
+    found = {one.scoring for one in match(model).mixtures}
+    assert found == {scoring}
+
+
 @pytest.mark.skipif("apertus" not in CAUSAL, reason="newer than this one")
 @torch.no_grad()
 def test_learned_activation() -> None:
