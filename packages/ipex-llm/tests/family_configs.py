@@ -175,7 +175,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BASE, **_MOE, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
     ),
     "qwen3": ("Qwen3", {**BASE, "head_dim": 32}),
-    # Experts chosen by logits with a bias, weights that are sigmoids without it; rotation in layers with a window alone.
+    # Experts chosen by logits with a bias, weights without it; rotation in layers with a window alone.
     "kolibri1": (
         "Kolibri1",
         {
@@ -392,6 +392,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
+    # Norms with gates, gates of attention beside the queries.
+    "axk2": (
+        "AXK2",
+        {
+            **{k: v for k, v in {**BASE, **_MLA, **_INDEX}.items() if k != "first_k_dense_replace"},
+            "gated_norm_rank": 8,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     # A norm of the rotated part of keys, factors on latents, gates of heads; layers with a window have other heads.
     "dots3_note": (
         "Dots3Note",

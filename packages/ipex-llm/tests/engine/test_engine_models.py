@@ -49,6 +49,7 @@ NAMES = [
         "deepseek_v32",
         "glm_moe_dsa",
         "dots3_note",
+        "axk2",
         "kolibri1",
         "axk1",
         "minimax_m3",

@@ -48,6 +48,7 @@ __all__ = [
     "TokenBlockPlan",
     "TokenRowsPlan",
     "WkvPlan",
+    "gated_norms",
     "inner_linears",
     "linear_modules",
     "projections",
@@ -63,6 +64,8 @@ Activation = str
 class NormPlan:
     """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``.
 
+    With a gate it gives ``y * sigmoid(gate[1](silu(gate[0](y))))`` (A.X K2).
+
     Weight and bias are ``[width]``; in a norm of queries or keys they may be ``[heads, head_dim]``, one for each head.
     """
 
@@ -71,7 +74,8 @@ class NormPlan:
     eps: float
     offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
     bare: bool = False  # the weight that the module has is not used (Falcon-Mamba)
-    order: Tensor | None = None  # of the elements, if it is not that of the module
+    order: Tensor | None = None  # of the elements, if it is not the one of the module
+    gate: tuple[LinearPlan, LinearPlan] | None = None
 
     @property
     def weight(self) -> Tensor | None:
@@ -157,6 +161,9 @@ class LatentPlan:
     query_norm: NormPlan | None = None  # before `query`
     factor: float = 1.0  # on what `norm` gives (LongCat-Flash)
     common_norm: NormPlan | None = None  # of the common part, before it is rotated (dots3)
+    #: `query` reads what `query_norm` gives and, behind that, what it reads; behind the queries it gives the gates of a
+    #: gated attention, for each feature, which `qkv` has not (A.X K2).
+    doubled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,6 +250,8 @@ class AttentionPlan:
     @property
     def gates(self) -> int:
         """How many rows of `qkv` are gates."""
+        if self.latent is not None and self.latent.doubled:
+            return 0
         return self.heads * {"": 0, "heads": 1, "features": self.value_width}[self.gated]
 
 
@@ -745,6 +754,18 @@ def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, .
     if isinstance(plan, WkvPlan):
         return plan.key, plan.value, plan.gate
     return (plan.first, plan.gate, plan.last) if isinstance(plan, ShiftPlan) else ()
+
+
+def gated_norms(value: object) -> Iterator[NormPlan]:
+    """Iterate over the norms with a gate of a plan, or of a part of one."""
+    if isinstance(value, NormPlan):
+        yield from (value,) if value.gate is not None else ()
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from gated_norms(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from gated_norms(getattr(value, field.name))
 
 
 def linear_modules(value: object) -> Iterator[nn.Module]:

@@ -129,6 +129,9 @@ def run_norm(plan: NormPlan | None, x: Tensor) -> Tensor:
         x = x * (plan.weight.float() + plan.offset)
     if plan.bias is not None:
         x = x + plan.bias.float()
+    if plan.gate is not None:
+        first, second = plan.gate
+        x = x * torch.sigmoid(run_linear(second, functional.silu(run_linear(first, x))))
     return x
 
 
@@ -192,13 +195,23 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     qkv = qkv.float()
     if plan.clip_qkv is not None:
         qkv = qkv.clamp(-plan.clip_qkv, plan.clip_qkv)
+    latent = plan.latent
+    if latent is not None and latent.doubled:  # as if `qkv` gave queries and gates
+        assert latent.query is not None
+        low, rest = qkv.tensor_split([-latent.rank - latent.common], dim=-1)
+        both = torch.cat([run_norm(latent.query_norm, low), low], dim=-1)
+        parts = run_linear(latent.query, both).tensor_split([plan.heads * plan.head_dim], dim=-1)
+        bare = dataclasses.replace(latent, query=None, query_norm=None, doubled=False)
+        return attend(
+            dataclasses.replace(plan, latent=bare), torch.cat([parts[0], rest, parts[1]], dim=-1)
+        )
     if plan.gated:
         qkv, gates = qkv.split([qkv.shape[-1] - plan.gates, plan.gates], dim=-1)
         attended = attend(dataclasses.replace(plan, gated="", clip_qkv=None), qkv)
         opened = _OPENINGS[plan.opening](gates).unflatten(-1, (plan.heads, -1))
         return (attended.unflatten(-1, (plan.heads, -1)) * opened).flatten(1)
-    if plan.latent is not None:
-        query, key, value = _from_latent(plan, plan.latent, qkv)
+    if latent is not None:
+        query, key, value = _from_latent(plan, latent, qkv)
         return _weigh(plan, query, key, value)
     length, width = qkv.shape[0], plan.head_dim
     if plan.keys_as_values:

@@ -331,12 +331,19 @@ def write_latent(
         assert weights.query is not None
         first = _features(a)
         query = b.call("narrow", rows, 1, 0, first)
+        low = query
         if latent.query_norm is not None:
             query = writer.norm(latent.query_norm, query)
+        if latent.doubled:
+            query = b.call("cat", [query, low], 1)
         query = writer.linear(weights.query, query)
     # The row of the cache is made where the projection has written it.
     row = b.call("narrow", rows, 1, first, width)
-    gates = b.call("narrow", rows, 1, first + width, a.gates) if a.gated else None
+    gates = b.call("narrow", rows, 1, first + width, a.gates) if a.gates else None
+    if latent.doubled:
+        size = a.heads * a.head_dim
+        gates = b.call("narrow", query, 1, size, a.heads * latent.value_dim)
+        query = b.call("narrow", query, 1, 0, size)
     if latent.norm is not None:
         low = b.call("narrow", row, 1, 0, latent.rank)
         normed = writer.norm(latent.norm, low)

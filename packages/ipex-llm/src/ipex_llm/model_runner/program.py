@@ -37,6 +37,7 @@ from ipex_llm.arch import (
     SelectivePlan,
     SidePlan,
     TokenBlockPlan,
+    gated_norms,
     inner_linears,
     projections,
 )
@@ -67,6 +68,7 @@ from ipex_llm.model_runner.feed_forward import (
     activated,
     check_activation,
     check_mlp,
+    opened,
     routing,
     together,
     with_added,
@@ -152,6 +154,10 @@ class Emitter:
         block = plan.head_block
         self.head_block = None if block is None else store.linear(block.linear)
         self.head = self._linear(plan.head)
+        #: Gates of norms, by the id of the module.
+        self.gates = {
+            id(n.module): tuple(map(store.linear, n.gate or ())) for n in gated_norms(plan)
+        }
         self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def _linear(self, plan: LinearPlan | None) -> Linear | None:
@@ -265,6 +271,9 @@ class Emitter:
 
     def linears(self) -> Iterator[PackedLinear]:
         """Yield the packed weights of the layers, but for routers and experts."""
+        for norm in gated_norms(self.plan):
+            for one, part in zip(self.gates[id(norm.module)], norm.gate or (), strict=True):
+                yield PackedLinear(one, (part,), False)
         for layer, packed in zip(self.plan.layers, self.layers, strict=True):
             if packed.qkv is not None:
                 assert layer.attention is not None
@@ -393,7 +402,8 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     ends = () if plan.streams is None else (*plan.streams.first, *plan.streams.last)
     last = None if plan.head_block is None else plan.head_block.linear
     around = plan.embedding_projection, rows, *ends, plan.output_projection, last, plan.head
-    for linear in around:
+    gates = (one for norm in gated_norms(plan) for one in norm.gate or ())
+    for linear in (*around, *gates):
         if linear is not None:
             yield (linear,), False
     for layer in plan.layers:
@@ -669,7 +679,15 @@ class Writer:
         if by_head:
             result = b.call("mul", result, weight)
             result = result if bias is None else b.call("add", result, bias)
-        return result
+        return self._opened(plan, result)
+
+    def _opened(self, plan: NormPlan, y: Register) -> Register:
+        """Write what a norm gives times its gate."""
+        if plan.gate is None:
+            return y
+        first, second = self.e.gates[id(plan.module)]
+        gate = self.linear(second, activated(self, "silu", first, y))
+        return opened(self.b, "sigmoid", gate, y, self.e.store.dtype)
 
     def _norm_constants(self, plan: NormPlan) -> tuple[Register | None, Register | None]:
         weight, bias = self.e.norm(plan)
@@ -696,7 +714,7 @@ class Writer:
             normed, total = self.b.call("add_rms_norm", pending, h, weight, plan.eps, plan.offset)
         else:
             normed, total = self.b.call("add_layer_norm", pending, h, weight, bias, plan.eps)
-        return normed, total
+        return self._opened(plan, normed), total
 
     # ------------------------------------------------------------------------------------------------------- the layer
 

@@ -675,12 +675,22 @@ def match_latent(
     head_dim = sum(map(int, own_parts))
     queries = trace.output(first[0] if query is None else query).shape[-1]
     expected = trace.input(output)
-    heads, odd = divmod(queries, max(head_dim, 1))
+    low = trace.output(first[0])
+    given, size = low if query is None else trace.input(query), low.shape[-1]
+    doubled = given.shape[-1] == 2 * size
+    heads, odd = divmod(queries - doubled * expected.shape[-1], max(head_dim, 1))
     value_dim, rest = divmod(expected.shape[-1], max(heads, 1))
     plain = head_dim - rotary
     whole = not (odd or rest) and heads > 0 and plain > 0 and rotary > 1
     if not whole or trace.output(up).shape[-1] != heads * (plain + value_dim):
         raise trace.error(attention, f"{queries} features do not make heads of {head_dim}")
+    query_norm = None if query is None else norm_before(given[:, :size], 1.0, query_factor)
+    last = None if query is None else with_factor(linear_plan(query), query_factor)
+    if doubled and last is not None:
+        if gates or not same(given[:, size:], low):
+            raise trace.error(attention, "has queries that are made of something else than a norm")
+        parts_of = torch.arange(queries).view(heads, -1).split([head_dim, value_dim], dim=1)
+        last = dataclasses.replace(last, order=torch.cat([one.flatten() for one in parts_of]))
     common = trace.output(down)[:, rank:]
     common_norm = next((n for n in norms if same(trace.inputs[n], common)), None)
     latent = LatentPlan(
@@ -689,14 +699,15 @@ def match_latent(
         rank,
         value_dim,
         rotary,
-        None if query is None else with_factor(linear_plan(query), query_factor),
-        None if query is None else norm_before(trace.input(query), 1.0, query_factor),
+        last,
+        query_norm,
         factor,
         None if common_norm is None else match_norm(trace, common_norm),
+        doubled,
     )
     inner = [first[0], down, *gates]
     rows = torch.cat([trace.output(m) for m in inner], dim=-1)
-    own = trace.output(gates[0]).shape[-1] if gates else 0
+    own = trace.output(gates[0]).shape[-1] if gates else doubled * heads * value_dim
     base = AttentionPlan(
         LinearPlan(tuple(inner)),
         linear_plan(output),
@@ -778,6 +789,9 @@ def _in_halves(plan: AttentionPlan, rotary: int) -> AttentionPlan:
     else:
         features: Any = plan.qkv.modules[0]
         first = torch.arange(int(features.out_features))
+        old, more = latent.query.order, plan.heads * (size + latent.doubled * latent.value_dim)
+        queries = torch.cat([queries, torch.arange(plan.heads * size, more)])
+        queries = queries if old is None else old[queries]
         latent = dataclasses.replace(latent, query=dataclasses.replace(latent.query, order=queries))
     if latent.common_norm is not None:
         norm = dataclasses.replace(latent.common_norm, order=tail)

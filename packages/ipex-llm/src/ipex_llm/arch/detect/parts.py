@@ -29,6 +29,7 @@ from ipex_llm.arch.detect.trace import (
     linears,
     same,
     settle,
+    tolerance,
 )
 from ipex_llm.arch.reference import (
     ACTIVATIONS,
@@ -59,8 +60,10 @@ def match_norm(trace: Trace, module: nn.Module) -> NormPlan:
     """Return the plan of a norm.
 
     Raises:
-        MatchError: The module is neither an RMS nor a layer norm.
+        MatchError: The module is neither an RMS nor a layer norm, or has an unknown gate.
     """
+    if any(map(is_linear, module.modules())):
+        return _gated_norm(trace, module)
     seen = trace.inputs[module]
     best, nearest = None, float("inf")
     tolerance = 1e-4 if seen.dtype == torch.float32 else 2e-2
@@ -86,6 +89,18 @@ def match_norm(trace: Trace, module: nn.Module) -> NormPlan:
     if best is None or nearest > tolerance:
         raise trace.error(module, f"{type(module).__name__} is neither an RMS nor a layer norm")
     return best
+
+
+def _gated_norm(trace: Trace, module: nn.Module) -> NormPlan:
+    plan = match_norm(trace, next(filter(is_norm, module.children())))
+    y, expected = trace.output(plan.module), trace.output(module)
+    parts = [m for _, m in linears(module, trace)]
+    for first, second in (parts, parts[::-1]) if len(parts) == 2 else ():
+        inner, opened = torch.nn.functional.silu(trace.output(first)), trace.output(second)
+        known = same(trace.input(first), y) and same(trace.input(second), inner)
+        if known and distance(y * torch.sigmoid(opened.float()), expected) <= tolerance(y):
+            return dataclasses.replace(plan, gate=(linear_plan(first), linear_plan(second)))
+    raise trace.error(module, f"{type(module).__name__} is a norm with a gate that is not known")
 
 
 def _apply(plan: NormPlan, x: torch.Tensor) -> torch.Tensor:

@@ -284,8 +284,13 @@ def settled(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is called a norm, and has no linear layers; which one is found by numbers."""
-    return "norm" in type(module).__name__.lower() and not any(map(is_linear, module.modules()))
+    """Return whether a module is called a norm, and has no linear layers; which one is found by numbers.
+
+    Two linear layers beside a norm may be a gate.
+    """
+    count = sum(map(is_linear, module.modules()))
+    inner = sum(map(is_norm, module.children())) if count == 2 else 0
+    return "norm" in type(module).__name__.lower() and (count == 0 or inner == 1)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from ipex_llm.arch import (
     MixerPlan,
     ScanPlan,
     SelectivePlan,
+    gated_norms,
 )
 from ipex_llm.optimization.proof.probes import Probe, distance, outcome, probes
 from ipex_llm.optimization.proof.small import (
@@ -141,7 +142,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.window >= 0,
         plan.softcap > 0,
         plan.sinks is None,
-        plan.latent is None or (plan.latent.common_norm is None, plan.latent.factor == 1.0),
+        plan.latent is None or (plan.latent.common_norm is None, plan.latent.doubled),
         plan.query_norm is None,
         plan.norm_after_rope,
         plan.temperature is None,
@@ -180,6 +181,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.picture is None,
         plan.shortcut is None,
         plan.gains is None,
+        len([*gated_norms(plan)]),
     ]
     if isinstance(mlp, ExpertsPlan):
         parts += [mlp.scoring, mlp.renormalize, mlp.groups > 1, mlp.scale_input, mlp.activation]
