@@ -392,6 +392,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**BASE, **_MLA, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**BASE, **_MLA}),
+    # Blocks that read several streams and are added to all, sinks and gates beside latents, experts with a bound.
+    "hy_v4": (
+        "HYV4",
+        {
+            **{k: v for k, v in {**BASE, **_MLA, **_INDEX}.items() if k != "first_k_dense_replace"},
+            **{"n_group": 1, "hc_mult": 3, "swiglu_limit": 0.5},
+            "indexer_types": ["full", "shared"],
+        },
+    ),
     # Norms with gates, gates of attention beside the queries.
     "axk2": (
         "AXK2",

@@ -50,6 +50,7 @@ NAMES = [
         "glm_moe_dsa",
         "dots3_note",
         "axk2",
+        "hy_v4",
         "kolibri1",
         "axk1",
         "minimax_m3",

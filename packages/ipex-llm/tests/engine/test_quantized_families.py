@@ -38,7 +38,7 @@ LATENTS = [
     n
     for n in (
         *("minicpm3", "deepseek_v32", "glm_moe_dsa", "axk1", "glm4_moe_lite", "longcat_flash"),
-        *("dots3_note", "axk2"),
+        *("dots3_note", "axk2", "hy_v4"),
     )
     if n in CAUSAL
 ]

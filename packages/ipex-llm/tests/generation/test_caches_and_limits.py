@@ -28,7 +28,7 @@ _NAMES = (
     *("doge", "diffllama", "jetmoe", "dbrx", "longcat_flash", "mllama_text", "gpt_neox_japanese"),
 )
 NAMES = [n for n in _NAMES if n in CAUSAL]
-_INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3", "dots3_note", "axk2")
+_INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3", "dots3_note", "axk2", "hy_v4")
 INDEXED = [n for n in _INDEXED if n in CAUSAL]
 
 

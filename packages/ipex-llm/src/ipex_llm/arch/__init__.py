@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionPlan",
+    "ConnectionPlan",
     "ConvPlan",
     "DecayPlan",
     "DecoderPlan",
@@ -435,7 +436,7 @@ class MlpPlan:
         None  # activation "xielu", without a gate: has alpha_p, alpha_n, beta and eps
     )
     inner_norm: NormPlan | None = None  # before `down` (BitNet)
-    swiglu: tuple[float, float] | None = None  # of activation "swigluoai": alpha and limit
+    swiglu: tuple[float, float, float] | None = None  # of "swigluoai": alpha, limit, what is added
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -485,6 +486,7 @@ class ExpertsPlan:
     shared_gate: nn.Module | None = None  # sigmoid gate of the shared expert (Qwen2-MoE)
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    swiglu_added: float = 1.0  # to what the gate multiplies; 0: silu with a bound (HY 4)
     jitter: float = 0.0  # of "sparsemixer" (Phi-MoE)
     gated: bool = True  # False: `gate_up` has the rows of up alone, ``[E, I, hidden]`` (Nemotron-H)
     #: Around the experts, but not around the router and what is shared: to fewer features, and back (Nemotron-H).
@@ -500,6 +502,11 @@ class ExpertsPlan:
     added: tuple[nn.Module, str] | None = (
         None  # module and name of a parameter [hidden]: added to what all give (JetMoE)
     )
+
+    @property
+    def apart(self) -> bool:
+        """Whether no op has both products and the activation: each is an instruction."""
+        return self.activation == "swigluoai" and self.swiglu_added != 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -561,6 +568,35 @@ class StreamsPlan:
     predict: LinearPlan
     correct: LinearPlan
     scale: Tensor | None  # [hidden]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectionPlan:
+    """How a block reads one row made of several streams, and is added to all of them (hyper-connections of HY 4).
+
+    With ``f = sigmoid(scale * (weight @ norm(s)) + base)``, where the norm goes over all streams `s` side by side and
+    has no weight,
+
+    - the block reads ``sum_i (f[i] + eps) * s[i]`` and gives `y`,
+    - ``s[i] += (magnitude * f[count + i] + eps) * y``.
+
+    Behind the last layer there is the first half alone; all streams begin as the embedding.
+    """
+
+    module: nn.Module  # has the parameters named below
+    weight: str  # [2 * count, count * hidden]
+    base: str  # [2 * count]
+    scale: str  # [2], for each half
+    count: int
+    norm_eps: float
+    eps: float
+    magnitude: float
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Scale and base of each row of the weight, float32."""
+        scale, base = (getattr(self.module, n).detach().float() for n in (self.scale, self.base))
+        return scale.repeat_interleave(self.count), base
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -659,7 +695,7 @@ class LayerPlan:
     stream_scale: float = 1.0
     token_block: TokenBlockPlan | None = None
     low: LowRankPlan | None = None
-    streams: StreamsPlan | None = None
+    streams: StreamsPlan | tuple[ConnectionPlan, ConnectionPlan] | None = None
     #: Behind all that: a layer of its own in the model.
     picture: PicturePlan | None = None
     #: Experts that read what `mlp` reads. What they give is added behind the next layer (LongCat-Flash).
@@ -702,7 +738,7 @@ class DecoderPlan:
     position_embedding: nn.Module | None = None
     position_offset: int = 0  # row of position 0
     token_rows: TokenRowsPlan | None = None
-    streams: StreamEndsPlan | None = None
+    streams: StreamEndsPlan | ConnectionPlan | None = None
     #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm.optimization.proof`.
     stock_calls: frozenset[str] = frozenset()
     head_block: HeadBlockPlan | None = None

@@ -18,6 +18,7 @@ from torch.nn import functional
 import ipex_core  # noqa: F401  (registers the ops)
 from ipex_llm.arch import (
     AttentionPlan,
+    ConnectionPlan,
     ConvPlan,
     DecayPlan,
     DecoderPlan,
@@ -98,13 +99,13 @@ def position_rows(module: nn.Module) -> Tensor:
 
 
 def combine_gate(
-    name: str, gate: Tensor, up: Tensor, swiglu: tuple[float, float] | None = None
+    name: str, gate: Tensor, up: Tensor, swiglu: tuple[float, float, float] | None = None
 ) -> Tensor:
-    """Return ``act(gate) * up``; with alpha and limit what ``"swigluoai"`` makes of both."""
+    """Return ``act(gate) * up``; with `MlpPlan.swiglu` what ``"swigluoai"`` makes of both."""
     if swiglu is not None:
-        alpha, limit = swiglu
+        alpha, limit, added = swiglu
         gate = gate.clamp(max=limit)
-        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1.0)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + added)
     return activate(name, gate) * up
 
 
@@ -610,8 +611,9 @@ def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
         # Gates of all experts, then the other projections of all.
         gate = _product(x, plan.gate_up, expert, False)
         up = _product(x, plan.gate_up, plan.experts + expert, False)
-    numbers = (plan.swiglu_alpha, plan.swiglu_limit) if plan.activation == "swigluoai" else None
-    inner = combine_gate(plan.activation, gate, up, numbers)
+    numbers = plan.swiglu_alpha, plan.swiglu_limit, plan.swiglu_added
+    known = numbers if plan.activation == "swigluoai" else None
+    inner = combine_gate(plan.activation, gate, up, known)
     y = _product(inner, plan.down, expert, plan.transposed)
     return y if plan.down_bias is None else y + plan.down_bias[expert].float()
 
@@ -785,9 +787,34 @@ def correct_streams(plan: StreamsPlan, predicted: Tensor, y: Tensor) -> Tensor:
     return predicted + factors.t().unsqueeze(-1) * (y - predicted[0])
 
 
+def connect(plan: ConnectionPlan, streams: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a block reads of streams ``[count, T, hidden]``, and factors ``[T, count]`` on what it gives."""
+    scale, base = plan.numbers
+    flat = streams.float().transpose(0, 1).flatten(1)
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + plan.norm_eps)
+    weight: Tensor = getattr(plan.module, plan.weight)
+    first, last = torch.sigmoid(
+        functional.linear(flat, weight.float()) * scale + base
+    ).tensor_split([plan.count], dim=-1)
+    row = torch.einsum("ti,ith->th", first + plan.eps, streams.float())
+    return row, plan.magnitude * last + plan.eps
+
+
+def add_to_streams(streams: Tensor, factors: Tensor, y: Tensor) -> Tensor:
+    """Return streams ``[count, T, hidden]`` with what a block gives added, times `factors` of `connect`."""
+    return streams + factors.t().unsqueeze(-1) * y
+
+
 def _run_streams(layer: LayerPlan, streams: Tensor, part: Tensor | None, **more: Any) -> Tensor:
     plan, block = layer.streams, layer.token_block
     assert plan is not None
+    if isinstance(plan, tuple):
+        parts: Any = {"mlp": None}, {"attention": None}
+        for connection, left in zip(plan, parts, strict=True):
+            row, factors = connect(connection, streams)
+            bare = dataclasses.replace(layer, streams=None, **left)
+            streams = add_to_streams(streams, factors, _run_layer(bare, row, **more) - row)
+        return streams
     predicted = predict_streams(plan, streams.float())
     bare = dataclasses.replace(layer, token_block=None, streams=None)
     streams = correct_streams(plan, predicted, _run_layer(bare, predicted[0], **more))
@@ -803,14 +830,18 @@ def as_long_as(first: Tensor, x: Tensor) -> Tensor:
     return x * first.square().mean(-1, keepdim=True).sqrt() / own
 
 
-def open_streams(plan: StreamEndsPlan, h: Tensor) -> Tensor:
+def open_streams(plan: StreamEndsPlan | ConnectionPlan, h: Tensor) -> Tensor:
     """Return the streams ``[count, T, hidden]`` of the first layer."""
     h = h.float()
+    if isinstance(plan, ConnectionPlan):
+        return torch.stack([h] * plan.count)
     return torch.stack([h, *(as_long_as(h, run_linear(one, h)) for one in plan.first)])
 
 
-def close_streams(plan: StreamEndsPlan, streams: Tensor) -> Tensor:
+def close_streams(plan: StreamEndsPlan | ConnectionPlan, streams: Tensor) -> Tensor:
     """Return what follows behind the last layer."""
+    if isinstance(plan, ConnectionPlan):
+        return connect(plan, streams)[0]
     h = streams[0].float()
     ends = zip(plan.last, streams[1:], strict=True)
     return torch.stack([h, *(as_long_as(h, run_linear(one, s)) for one, s in ends)]).mean(0)

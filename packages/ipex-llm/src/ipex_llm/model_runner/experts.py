@@ -171,9 +171,10 @@ def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
     if id(gate_up) not in owners or id(down) not in owners:
         raise UnsupportedPlan(_ELSEWHERE)
     made: list[Tensor] = []
-    for gated, parameter in ((plan.gated, gate_up), (False, down)):
+    pairs = plan.gated and not plan.apart
+    for gated, parameter in ((pairs, gate_up), (False, down)):
         assert isinstance(parameter, Tensor)
-        form = (plan.transposed, gated and plan.interleaved)
+        form = (plan.transposed, parameter is gate_up and plan.interleaved)
         rest = parameter.detach()[plan.experts :].clone()  # of experts that give what they read
         rows = woq_experts.as_rows(parameter.detach()[: plan.experts], *form)
         packed = torch.ops.ipex.pack_moe_weight(rows.to(store.dtype).contiguous(), gated)

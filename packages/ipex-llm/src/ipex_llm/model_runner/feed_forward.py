@@ -147,11 +147,13 @@ def _halves(writer: Any, both: Register, size: int) -> tuple[Register, Register]
     return writer.b.call("narrow", both, 1, 0, size), writer.b.call("narrow", both, 1, size, size)
 
 
-def _swiglu(writer: Any, alpha: float, limit: float, gate: Register, up: Register) -> Register:
-    """Write ``g * sigmoid(alpha * g) * (u + 1)`` of a gate and factors that are kept within a limit."""
+def _swiglu(
+    writer: Any, alpha: float, limit: float, added: float, gate: Register, up: Register
+) -> Register:
+    """Write ``g * sigmoid(alpha * g) * (u + added)`` of a gate and factors that are kept within a limit."""
     steps = [("minimum", 0, 2), ("mul", 6, 4), ("sigmoid", 7), ("mul", 6, 8)]
     steps += [("minimum", 1, 2), ("maximum", 10, 3), ("add", 11, 5), ("mul", 9, 12)]
-    numbers = [limit, -limit, alpha, 1.0]
+    numbers = [limit, -limit, alpha, added]
     return pointwise(writer.b, [gate, up], numbers, steps, writer.e.store.dtype)
 
 
@@ -217,18 +219,7 @@ def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Registe
         x, weights = _scaled_input(writer, x, weights)
     if w.entry is not None:
         x = writer.linear(w.entry, x)
-    e = w.experts
-    y: Register = b.call(
-        "fused_experts",
-        *(x, b.constant(e.w13), b.constant(e.w2), weights, ids, mlp.intermediate_size),
-        mlp.activation,
-        None if e.w13_bias is None else b.constant(e.w13_bias),
-        None if e.w2_bias is None else b.constant(e.w2_bias),
-        swiglu_alpha=mlp.swiglu_alpha,
-        swiglu_limit=mlp.swiglu_limit,
-        lowp_mode=e.lowp,
-        num_experts=mlp.experts + mlp.zeros if mlp.zeros else 0,
-    )
+    y = _computed(writer, mlp, w.experts, x, weights, ids)
     if mlp.zeros:
         y = _with_identities(writer, mlp, y, x, weights, ids)
     if w.exit is not None:
@@ -248,6 +239,33 @@ def write_experts(writer: Any, mlp: ExpertsPlan, w: Any, x: Register, h: Registe
     own = b.call("mul", writer.linear(w.mlp[-1], inner), _like(writer, factor))
     result: Register = b.call("add", own, y)
     return result
+
+
+def _computed(
+    writer: Any, mlp: ExpertsPlan, e: Any, x: Register, weights: Register, ids: Register
+) -> Register:
+    """Write the sum of what experts give."""
+    b, inner = writer.b, mlp.intermediate_size
+    w13, w2 = b.constant(e.w13), b.constant(e.w2)
+    y: Register
+    if mlp.apart:
+        both = b.call("expert_linear", x, w13, ids, 2 * inner, lowp_mode=e.lowp)
+        gate, up = (b.call("narrow", both, 2, start, inner) for start in (0, inner))
+        numbers = mlp.swiglu_alpha, mlp.swiglu_limit, mlp.swiglu_added
+        rows, width = _swiglu(writer, *numbers, gate, up), writer.plan.hidden_size
+        y = b.call("expert_linear", rows, w2, ids, width, weights, e.lowp)
+        return y
+    y = b.call(
+        "fused_experts",
+        *(x, w13, w2, weights, ids, inner, mlp.activation),
+        None if e.w13_bias is None else b.constant(e.w13_bias),
+        None if e.w2_bias is None else b.constant(e.w2_bias),
+        swiglu_alpha=mlp.swiglu_alpha,
+        swiglu_limit=mlp.swiglu_limit,
+        lowp_mode=e.lowp,
+        num_experts=mlp.experts + mlp.zeros if mlp.zeros else 0,
+    )
+    return y
 
 
 def with_added(writer: Any, mlp: ExpertsPlan, y: Register) -> Register:

@@ -26,6 +26,7 @@ from ipex_core.program import Program, ProgramBuilder, Register
 from ipex_core.util import return_free_memory
 from ipex_llm.arch import (
     AttentionPlan,
+    ConnectionPlan,
     DecoderPlan,
     DeltaPlan,
     ExpertsPlan,
@@ -36,6 +37,8 @@ from ipex_llm.arch import (
     NormPlan,
     SelectivePlan,
     SidePlan,
+    StreamEndsPlan,
+    StreamsPlan,
     TokenBlockPlan,
     gated_norms,
     inner_linears,
@@ -80,6 +83,7 @@ from ipex_llm.model_runner.mixer import Mixer, pack_mixer, state_parts, write_mi
 from ipex_llm.model_runner.streams import (
     close_streams,
     open_streams,
+    pack_connection,
     pack_streams,
     write_low_rank,
     write_streams,
@@ -117,7 +121,7 @@ class LayerWeights:
     last: Linear | None = None
     token_block: tuple[Linear, Linear] | None = None
     low: tuple[Linear, Linear] | None = None
-    streams: tuple[Linear, Linear, Linear] | None = None
+    streams: tuple[Linear, ...] | None = None
     picture: Picture | None = None
     shortcut: LayerWeights | None = None
     key_bias: Linear | None = None
@@ -148,8 +152,11 @@ class Emitter:
         rows = plan.token_rows
         self.token_rows = None if rows is None else store.linear(rows.projection)
         ends = plan.streams
-        self.first = () if ends is None else tuple(map(store.linear, ends.first))
-        self.last = () if ends is None else tuple(map(store.linear, ends.last))
+        own = isinstance(ends, StreamEndsPlan)
+        self.first = tuple(map(store.linear, ends.first)) if own else ()
+        self.last = tuple(map(store.linear, ends.last)) if own else ()
+        if isinstance(ends, ConnectionPlan):
+            self.last = (pack_connection(store, ends),)
         self.after = self._linear(plan.output_projection)
         block = plan.head_block
         self.head_block = None if block is None else store.linear(block.linear)
@@ -359,6 +366,10 @@ def _check(layer: LayerPlan) -> None:
             continue
         if experts.scale_input and experts.top_k != 1:
             raise UnsupportedPlan("the weights of several experts multiply their input")
+        others = experts.gate_up_bias, experts.down_bias, experts.up, experts.entry
+        plain = isinstance(experts.gate_up, Tensor) and all(one is None for one in others)
+        if experts.apart and (experts.zeros or not plain):
+            raise UnsupportedPlan("a bound on silu of experts that are not stacked, or have biases")
         known = _EXPERT_ACTIVATIONS if experts.gated else _UNGATED_ACTIVATIONS
         if experts.activation not in known:
             raise UnsupportedPlan(f"activation {experts.activation!r} of experts")
@@ -399,7 +410,8 @@ def unsupported_reason(
 def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
     rows = None if plan.token_rows is None else plan.token_rows.projection
-    ends = () if plan.streams is None else (*plan.streams.first, *plan.streams.last)
+    own_ends = plan.streams if isinstance(plan.streams, StreamEndsPlan) else None
+    ends = () if own_ends is None else (*own_ends.first, *own_ends.last)
     last = None if plan.head_block is None else plan.head_block.linear
     around = plan.embedding_projection, rows, *ends, plan.output_projection, last, plan.head
     gates = (one for norm in gated_norms(plan) for one in norm.gate or ())
@@ -427,7 +439,7 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         if layer.low is not None:
             yield (layer.low.first,), False
             yield (layer.low.second,), False
-        if layer.streams is not None:
+        if isinstance(layer.streams, StreamsPlan):
             own = layer.streams
             yield from (((one,), False) for one in (own.router, own.predict, own.correct))
         if layer.side is not None:
@@ -877,6 +889,14 @@ class Writer:
         size = self.plan.hidden_size
         y = b.call("expert_linear", attended, b.constant(e.w2), ids, size, weights, e.lowp)
         return with_added(self, plan, y)
+
+    def mlp_alone(
+        self, mlp: MlpPlan | ExpertsPlan, w: LayerWeights, x: Register, h: Register
+    ) -> Register:
+        """Write what a block behind attention gives."""
+        if isinstance(mlp, MlpPlan):
+            return self.linear(w.mlp[-1], write_inner(self, mlp, w.mlp, x))
+        return write_experts(self, mlp, w, x, h)
 
     def mlp(
         self, layer: LayerPlan, w: LayerWeights, x: Register, h: Register

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several streams beside each other, and layers of low rank beside attention, as parts of a program (Gemma 3n)."""
+"""Several streams beside each other, and layers of low rank beside attention, as parts of a program (Gemma 3n, HY 4).
+
+Streams are a register each, or one ``[T, count, H]`` where all are read at once.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,74 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_llm.arch import LayerPlan, LowRankPlan, StreamsPlan
+from ipex_llm.arch import ConnectionPlan, LayerPlan, LowRankPlan, StreamsPlan
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import pointwise
 
 Streams = list[Register]
 
 
-def pack_streams(store: WeightStore, plan: StreamsPlan) -> tuple[Linear, Linear, Linear]:
-    """Pack the router of streams, and what it gives to predict and to correct them."""
+def pack_streams(
+    store: WeightStore, plan: StreamsPlan | tuple[ConnectionPlan, ConnectionPlan]
+) -> tuple[Linear, ...]:
+    """Pack the router of streams, and what it gives to predict and to correct them, or two connections."""
+    if isinstance(plan, tuple):
+        return tuple(pack_connection(store, one) for one in plan)
     return store.linear(plan.router), store.linear(plan.predict), store.linear(plan.correct)
+
+
+def pack_connection(store: WeightStore, plan: ConnectionPlan) -> Linear:
+    """Pack the weight of a connection."""
+    for name in (plan.weight, plan.base, plan.scale):
+        store.watch(plan.module, name)
+    weight: torch.Tensor = getattr(plan.module, plan.weight)
+    return store.plain(weight.detach().to(store.dtype).contiguous(), None)
+
+
+def connect(
+    writer: Any, plan: ConnectionPlan, weight: Linear, streams: Register
+) -> tuple[Register, Register]:
+    """Write what a block reads of streams ``[T, count, H]``, and factors ``[T, count or 0, 1]`` on what it gives."""
+    b, count, numbers = writer.b, plan.count, plan.numbers
+    size, wide = writer.plan.hidden_size, len(numbers[1])
+    flat = b.call("reshape", streams, [0, count * size])
+    flat = b.call("rms_norm", flat, None, plan.norm_eps, 0.0)
+    rows = writer.linear(weight, flat)
+    sizes = torch.ones(wide)
+    sizes[count:] = plan.magnitude
+    steps = [("mul", 0, 1), ("add", 5, 2), ("sigmoid", 6), ("mul", 7, 3), ("add", 8, 4)]
+    inputs = [rows, *map(b.constant, (*numbers, sizes))]
+    factors = pointwise(b, inputs, [plan.eps], steps, torch.float32)
+    factors = b.call("reshape", factors, [0, wide, 1])
+    parts = [b.call("narrow", x, 1, i, 1) for x in (factors, streams) for i in range(count)]
+    steps = [("mul", 0, count)]
+    for i in range(1, count):
+        value = 2 * count + len(steps)
+        steps += [("mul", i, count + i), ("add", value - 1, value)]
+    row = pointwise(b, parts, [], steps, writer.e.store.dtype)
+    behind = b.call("narrow", factors, 1, count, wide - count)
+    return b.call("reshape", row, [0, size]), behind
+
+
+def _write_connected(
+    writer: Any, index: int, layer: LayerPlan, w: Any, streams: Register
+) -> Register:
+    b, attention, size = writer.b, layer.attention, writer.plan.hidden_size
+    assert isinstance(layer.streams, tuple) and attention is not None
+    parts = zip(layer.streams, w.streams, (layer.input_norm, layer.mlp_norm), strict=True)
+    for place, (plan, weight, norm) in enumerate(parts):
+        h, factors = connect(writer, plan, weight, streams)
+        x = h if norm is None else writer.norm(norm, h)
+        after = layer.post_mlp_norm if place else layer.post_attention_norm
+        if place:
+            y = writer.mlp_alone(layer.mlp, w, x, h)
+        else:
+            y = writer.attention(index, attention, w, x)
+            y = y if w.output is None else writer.linear(w.output, y)
+        y = b.call("reshape", y if after is None else writer.norm(after, y), [0, 1, size])
+        steps = [("mul", 1, 2), ("add", 0, 3)]
+        streams = pointwise(b, [streams, factors, y], [], steps, writer.e.store.dtype)
+    return streams
 
 
 def _factors(writer: Any, plan: StreamsPlan, router: Linear, last: Linear, x: Register) -> Register:
@@ -73,6 +134,8 @@ def write_streams(writer: Any, index: int, layer: LayerPlan, w: Any, streams: St
     """
     b, plan, block = writer.b, layer.streams, layer.token_block
     assert plan is not None
+    if isinstance(plan, tuple):
+        return [_write_connected(writer, index, layer, w, streams[0])]
     predicted = _predict(writer, plan, w.streams, streams)
     bare = dataclasses.replace(layer, streams=None, token_block=None)
     h, rest = writer.layer(index, bare, w, predicted[0], None)
@@ -128,12 +191,19 @@ def _as_long(writer: Any, size: Register, x: Register) -> Register:
 
 def open_streams(writer: Any, h: Register, weights: Sequence[Linear]) -> Streams:
     """Write the streams that the first layer reads."""
+    plan = writer.plan.streams
+    if isinstance(plan, ConnectionPlan):
+        whole = writer.b.call("cat", [h] * plan.count, 1)
+        return [writer.b.call("reshape", whole, [0, plan.count, writer.plan.hidden_size])]
     size = _size(writer, h)
     return [h, *(_as_long(writer, size, writer.linear(one, h)) for one in weights)]
 
 
 def close_streams(writer: Any, streams: Streams, weights: Sequence[Linear]) -> Register:
-    """Write the mean of streams behind the last layer."""
+    """Write the mean of streams behind the last layer, or what a connection makes of them."""
+    plan = writer.plan.streams
+    if isinstance(plan, ConnectionPlan):
+        return connect(writer, plan, weights[0], streams[0])[0]
     size, count = _size(writer, streams[0]), len(streams)
     ends = zip(weights, streams[1:], strict=True)
     rows = [streams[0], *(_as_long(writer, size, writer.linear(one, s)) for one, s in ends)]

@@ -177,7 +177,7 @@ class _Experts(nn.Module):
             and x.numel() == ids.shape[0] * x.shape[-1]
             and state.plan.activation in _ACTIVATIONS
             and not state.plan.scale_input
-            and not state.plan.zeros
+            and not (state.plan.zeros or state.plan.apart)
             and not getattr(self, "_is_expert_parallel", False)
             and not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad))
         )
@@ -319,11 +319,13 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     stacks: dict[nn.Module, dict[str, _Stack]] = {}
     made: list[Tensor] = []
     owners = _owners(plan)
-    for (module, key), gated in zip(owners, (plan.gated, False), strict=True):
+    pairs = plan.gated and not plan.apart
+    forms = (pairs, plan.interleaved), (False, False)
+    for (module, key), (gated, interleaved) in zip(owners, forms, strict=True):
         parameter = module._parameters[key]
         assert parameter is not None
         dtype, shape = parameter.dtype, tuple(parameter.shape)
-        stack = _Stack(f"{key}_packed", shape, gated, plan.transposed, gated and plan.interleaved)
+        stack = _Stack(f"{key}_packed", shape, gated, plan.transposed, interleaved)
         made.append(stack.pack(_quantized(f"{name}.{key}", parameter.detach(), stack, qconfig)))
         stacks.setdefault(module, {})[key] = stack
     for (module, key), rows in zip(owners, made, strict=True):

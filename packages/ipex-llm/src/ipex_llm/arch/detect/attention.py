@@ -256,6 +256,11 @@ def _number(config: Config, attention: nn.Module, *names: str) -> float | None:
     return None
 
 
+def _sinks(attention: nn.Module) -> Tensor | None:
+    found = getattr(attention, "sinks", None)
+    return found if isinstance(found, Tensor) else None
+
+
 def _softcap(config: Config, attention: nn.Module) -> float:
     """Return the soft cap of scores, or -1."""
     if getattr(config.raw, "_attn_implementation", None) == "sdpa":
@@ -340,7 +345,6 @@ def match_attention(
             if len(rates) != 1:
                 raise trace.error(module, "makes something of values that is not understood")
             bias = KeyBiasPlan(linear_plan(module), attention, rates[0])
-    sinks = getattr(attention, "sinks", None)
     base = AttentionPlan(
         projection,
         linear_plan(output),
@@ -353,7 +357,7 @@ def match_attention(
         norm_over=over,  # type: ignore[arg-type]
         window=window_of(config, attention, index),
         softcap=_softcap(config, attention),
-        sinks=sinks if isinstance(sinks, Tensor) else None,
+        sinks=_sinks(attention),
         clip_qkv=_number(config, attention, "clip_qkv"),
         gated=gated,
         value_norm=value_norm,
@@ -716,6 +720,7 @@ def match_latent(
         head_dim,
         head_dim**-0.5,
         window=window_of(config, attention, index) if hasattr(attention, "sliding_window") else -1,
+        sinks=_sinks(attention),
         latent=latent,
         gated=_kind_of_gates(trace, attention, own, heads, heads * value_dim),
     )

@@ -50,8 +50,10 @@ from ipex_llm.arch.detect.parts import (
     with_factor,
 )
 from ipex_llm.arch.detect.streams import (
+    connections_of,
     first_stream,
     halves_of,
+    layer_with_connections,
     layer_with_streams,
     match_ends,
     match_streams,
@@ -213,11 +215,11 @@ def match_layer(
         return _single(trace, plan, attention_in, attention_out)
     mlp, mlp_in, mlp_out = match_feed_forward(trace, config, layer)
     norms = norms_of(trace, layer)
-    streams = match_streams(trace, config, layer)
+    streams, connections = match_streams(trace, config, layer), connections_of(trace, layer)
     flow = _Flow(
         trace, norms, trace.input(layer), trace.output(layer), attention_out, mlp_out, mlp_in
     )
-    if streams is not None:  # what is read is seen in front of the norm only
+    if streams is not None or connections:  # what is read is seen in front of the norm only
         before = flow.giving(attention_in)
         flow.h = flow.h if before is None else trace.input(before)
     flow.mlp_norm = flow.giving(mlp_in)
@@ -246,6 +248,9 @@ def match_layer(
         around = flow.input_norm, flow.mlp_norm
         attended, more = (attention_in, flow.attention), _token_block(flow, plan)
         return Layer(layer_with_streams(trace, plan, streams, around, attended, flow.mlp, more))
+    if connections:
+        around, given = (flow.input_norm, flow.mlp_norm), (flow.attention, flow.mlp)
+        return Layer(layer_with_connections(trace, plan, connections, around, given))
     # Factors of a new model are one, and show only as parameters.
     found = _with_gains(flow, plan) or _parallel(flow, plan) or _sequential(flow, plan)
     found = found or _with_more(flow, plan) or _with_added(flow, plan, module)

@@ -45,7 +45,7 @@ _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _EPS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
 
 
-def _eps(module: nn.Module) -> list[float]:
+def eps_of(module: nn.Module) -> list[float]:
     """Return the candidates for the epsilon of a norm."""
     for owner in module.modules():
         for name in _EPS:
@@ -67,7 +67,7 @@ def match_norm(trace: Trace, module: nn.Module) -> NormPlan:
     seen = trace.inputs[module]
     best, nearest = None, float("inf")
     tolerance = 1e-4 if seen.dtype == torch.float32 else 2e-2
-    for eps in _eps(module):
+    for eps in eps_of(module):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(seen.shape, generator=generator) + 0.3
         # Half of the rows are so small that epsilon matters.
@@ -364,10 +364,11 @@ def match_mlp(
         return distance(combine_gate(plan.activation, gate, up, plan.swiglu), expected)
 
     swiglu = _swiglu_of(module)
-    own_names = activations_of(module) if swiglu is None else ["swigluoai"]
-    candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, own_names, fused, width)
-    if swiglu is not None:
-        candidates = (dataclasses.replace(plan, swiglu=swiglu) for plan in candidates)
+    candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, activations_of(module), fused, width)
+    if swiglu is not None:  # few tokens may not reach the bound
+        own = _mlp_candidates(ups, down, ["swigluoai"], fused, width)
+        own = (dataclasses.replace(plan, swiglu=swiglu) for plan in own)
+        candidates = itertools.chain(own, candidates)
     learned = [m for m in module.children() if all(hasattr(m, name) for name in _XIELU)]
     if len(learned) == 1 and len(ups) == 1 and not fused:
         up, own = linear_plan(ups[0]), learned[0]
@@ -387,10 +388,21 @@ def match_mlp(
     return dataclasses.replace(plan, gate=gate, down=down_plan, low=plans, inner_norm=norm)
 
 
-def _swiglu_of(*owners: Any) -> tuple[float, float] | None:
-    """Return alpha and limit of the activation "swigluoai", or None if no owner has them."""
-    alpha, limit = _find(owners, "alpha", "swiglu_alpha"), _find(owners, "limit", "swiglu_limit")
-    return (alpha, limit) if isinstance(alpha, float) and isinstance(limit, float) else None
+def _swiglu_of(module: nn.Module, *owners: Any) -> tuple[float, float, float] | None:
+    """Return alpha, limit and what is added of the activation "swigluoai", or None.
+
+    A module with a limit and without alpha bounds the factors of silu.
+    """
+    names = ("limit", "swiglu_limit")
+    alpha, limit = (
+        _find((module, *owners), "alpha", "swiglu_alpha"),
+        _find((module, *owners), *names),
+    )
+    if isinstance(alpha, float) and isinstance(limit, float):
+        return alpha, limit, 1.0
+    own = _find((module,), *names)
+    known = isinstance(own, float) and 0.0 < own < math.inf
+    return (1.0, own, 0.0) if known else None
 
 
 def _low_rank(
@@ -614,7 +626,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         names = activations_of(first)
     if swiglu is not None:
         names = ["swigluoai", *names]
-    alpha, limit = swiglu or (1.702, 7.0)
+    alpha, limit, added = swiglu or (1.702, 7.0, 1.0)
     plan = ExpertsPlan(
         router=router,
         router_weight=router.weight,  # type: ignore[arg-type]
@@ -641,6 +653,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         shared_gate=shared_gate,
         swiglu_alpha=alpha,
         swiglu_limit=limit,
+        swiglu_added=added,
         gated=weights.gated,
         jitter=float(_find(owners, "router_jitter_noise") or 0.0),
         entry=entry,
@@ -677,15 +690,26 @@ def _adds_to_logits(outer: object, router: Any, bias: Tensor, top_k: int) -> boo
         return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 64, router.weight.shape[-1], generator=generator).to(router.weight)
+    logits = torch.nn.functional.linear(x[0].float(), router.weight.float())
+    size = 2.0 / logits.std().clamp_min(1e-30)  # where a sigmoid is no straight line
+    x, logits = (x * size).to(x.dtype), logits * size
     other = torch.randn(bias.shape, generator=generator).to(bias)
     try:
         given = torch.func.functional_call(outer, {found[id(bias)]: other}, (x,))
     except Exception:  # it takes more, or something else
         return False
     ids = [t for t in given if isinstance(t, Tensor) and not t.is_floating_point()]
-    logits = torch.nn.functional.linear(x[0].float(), router.weight.float())
-    wanted = (logits + other.float()).topk(top_k).indices.sort().values
-    return len(ids) == 1 and torch.equal(ids[0].view(-1, top_k).sort().values, wanted)
+    if len(ids) != 1 or ids[0].numel() != len(logits) * top_k:
+        return False
+    early, late = (
+        float(
+            (ids[0].view(-1, top_k).sort().values == choice.topk(top_k).indices.sort().values)
+            .float()
+            .mean()
+        )
+        for choice in (logits + other.float(), torch.sigmoid(logits) + other.float())
+    )
+    return early > max(late, 0.8)  # rows in 16 bits may have equal choices
 
 
 def _expert_candidates(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders with several streams beside each other, and layers of low rank beside attention (Gemma 3n).
 
-Also modules that run two layers (LongCat-Flash).
+Also blocks that read all streams and are added to all (HY 4), and modules that run two layers (LongCat-Flash).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from ipex_llm.arch import (
+    ConnectionPlan,
     LayerPlan,
     LowRankPlan,
     StreamEndsPlan,
     StreamsPlan,
     TokenBlockPlan,
 )
-from ipex_llm.arch.detect.parts import is_mixture, linear_plan, match_norm, with_factor
+from ipex_llm.arch.detect.parts import eps_of, is_mixture, linear_plan, match_norm, with_factor
 from ipex_llm.arch.detect.trace import (
     Config,
     Trace,
@@ -28,9 +29,17 @@ from ipex_llm.arch.detect.trace import (
     is_norm,
     linears,
     same,
+    settled,
     tolerance,
 )
-from ipex_llm.arch.reference import as_long_as, close_streams, correct_streams, predict_streams
+from ipex_llm.arch.reference import (
+    add_to_streams,
+    as_long_as,
+    close_streams,
+    connect,
+    correct_streams,
+    predict_streams,
+)
 
 Tensor = torch.Tensor
 
@@ -149,22 +158,117 @@ def layer_with_streams(
     )
 
 
-def first_stream(x: Tensor, streams: StreamsPlan | None) -> Tensor:
-    """Return the first stream ``[T, hidden]`` of what a layer reads or gives."""
-    one = x if streams is None else x[0]
+def connections_of(trace: Trace, layer: nn.Module) -> list[nn.Module]:
+    """Return the parts of a layer that make one row of several streams, for its two blocks; nothing if it has none."""
+    found = [m for m in layer.children() if trace.ran(m) and _numbers_of(trace, m) is not None]
+    return found if len(found) == 2 else []
+
+
+def _numbers_of(trace: Trace, module: nn.Module) -> tuple[str, str, str, int] | None:
+    """Return the names of weight, base and scale of a connection, and how many streams it reads; None: it is none."""
+    read = trace.inputs[module]
+    if read.ndim != 4 or read.shape[2] < 2:
+        return None
+    count, width = read.shape[2], read.shape[2] * read.shape[3]
+    own = [(name, list(p.shape)) for name, p in module.named_parameters(recurse=False)]
+    for halves in (1, 2):
+        shapes = [halves * count, width], [halves * count], [halves]
+        names = [[name for name, found in own if found == shape] for shape in shapes]
+        if [*map(len, names)] == [1, 1, 1]:
+            (weight,), (base,), (scale,) = names
+            return weight, base, scale, count
+    return None
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """Return streams ``[1, T, count, hidden]`` as ``[count, T, hidden]``, float32."""
+    return x[0].transpose(0, 1).float()
+
+
+def match_connection(trace: Trace, module: nn.Module, row: Tensor) -> ConnectionPlan:
+    """Return the plan of a part that makes `row` of several streams.
+
+    Raises:
+        MatchError: It makes something else of them.
+    """
+    names = _numbers_of(trace, module)
+    assert names is not None
+    streams, weight = _side_by_side(trace.inputs[module]), getattr(module, names[0])
+    factors = trace.output(module) if len(weight) == 2 * names[-1] else torch.zeros(())
+    own = [float(v) for v in vars(module).values() if isinstance(v, (int, float)) and v]
+    small = [v for v in own if v < 1e-2] or [0.0]
+    plans = (
+        ConnectionPlan(module, *names, norm_eps, eps, magnitude)
+        for norm_eps in eps_of(module)
+        for eps in small
+        for magnitude in (own if factors.ndim else (0.0,))
+    )
+
+    def error(plan: ConnectionPlan) -> float:
+        found, given = connect(plan, streams)
+        return max(distance(found, row), distance(given, factors) if factors.ndim else 0.0)
+
+    return settled(trace, module, plans, error, row)
+
+
+def layer_with_connections(
+    trace: Trace,
+    plan: LayerPlan,
+    parts: list[nn.Module],
+    norms: tuple[nn.Module | None, ...],
+    given: tuple[Tensor, Tensor],
+) -> LayerPlan:
+    """Return the plan of a layer whose blocks read all streams and are added to all.
+
+    Args:
+        trace: The observed forward.
+        plan: Of the layer, with its blocks and the norms around attention and behind the mlp.
+        parts: Of `connections_of`.
+        norms: Before attention and before the mlp.
+        given: What is behind the norms of what both blocks give.
+
+    Raises:
+        MatchError: The layer adds its blocks in another way.
+    """
+    found = []
+    ends = trace.inputs[parts[1]], trace.outputs[plan.module]
+    for part, norm, y, after in zip(parts, norms, given, ends, strict=True):
+        if norm is None:
+            raise trace.error(part, "makes a row that no norm reads")
+        one = match_connection(trace, part, trace.input(norm))
+        streams = _side_by_side(trace.inputs[part])
+        total = add_to_streams(streams, connect(one, streams)[1], y.float())
+        if distance(total, _side_by_side(after)) > tolerance(y):
+            raise trace.error(plan.module, "adds its blocks to its streams in an unknown way")
+        found.append(one)
+    norm = norms[1]
+    assert norm is not None
+    return dataclasses.replace(plan, mlp_norm=match_norm(trace, norm), streams=(found[0], found[1]))
+
+
+def first_stream(x: Tensor, streams: object) -> Tensor:
+    """Return the first stream ``[T, hidden]`` of what a layer reads or gives; `streams` are of its plan."""
+    one = x if streams is None else x[:, :, 0] if isinstance(streams, tuple) else x[0]
     return one.reshape(-1, x.shape[-1])
 
 
 def match_ends(
-    trace: Trace, others: list[nn.Module], layers: nn.ModuleList, plan: StreamsPlan
-) -> tuple[StreamEndsPlan, Tensor]:
-    """Return how streams begin and end, and what the last norm reads.
+    trace: Trace, others: list[nn.Module], layers: nn.ModuleList, plan: Any
+) -> tuple[StreamEndsPlan | ConnectionPlan, Tensor]:
+    """Return how streams begin and end, and what the last norm reads; `plan` are the streams of a layer.
 
     Raises:
         MatchError: They begin or end in another way.
     """
     start, end = trace.inputs[layers[0]], trace.outputs[layers[-1]]
     h = first_stream(start, plan)
+    if isinstance(plan, tuple):
+        known = (m for m in others if same(trace.inputs[m], end) and _numbers_of(trace, m))
+        last_one = next(known, None)
+        if last_one is None or not same(start, h.unsqueeze(1).expand_as(start[0])):
+            raise trace.error(layers[0], "has streams that begin or end in an unknown way")
+        x = trace.output(last_one)
+        return match_connection(trace, last_one, x), x
     parts = [m for m in others if is_linear(m)]
     first, last = [], []
     for index in range(1, plan.count):

@@ -177,7 +177,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.residual_factors == (1.0, 1.0),
         plan.token_block is None,
         plan.low is None,
-        plan.streams is None,
+        type(plan.streams),
         plan.picture is None,
         plan.shortcut is None,
         plan.gains is None,
@@ -194,10 +194,11 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
             mlp.up is None,
             mlp.zeros > 0,
             mlp.added is None,
+            mlp.apart,
         ]
     elif mlp is not None:
         parts += [mlp.gate is None, mlp.fused, mlp.cutoff is None, mlp.learned is None]
-        parts.append(mlp.inner_norm is None)
+        parts += [mlp.inner_norm is None, mlp.swiglu is None]
     return tuple(parts)
 
 

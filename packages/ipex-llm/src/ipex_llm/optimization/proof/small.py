@@ -234,6 +234,8 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
     for name, value in _values(config).items():
         if sizes.active and _is_sizes(name, value):  # of each layer
             setattr(config, name, [sizes.dim(one) for one in value])
+        if isinstance(value, float) and name == "swiglu_limit":  # within reach
+            setattr(config, name, min(value, 0.5))
         if not _integer(value) or value < 2 or name in _LAYERS:
             continue
         new = value
