@@ -26,7 +26,6 @@ from ipex_core.program import Program, ProgramBuilder, Register
 from ipex_core.util import return_free_memory
 from ipex_llm.arch import (
     AttentionPlan,
-    ConnectionPlan,
     DecoderPlan,
     DeltaPlan,
     ExpertsPlan,
@@ -152,10 +151,13 @@ class Emitter:
         rows = plan.token_rows
         self.token_rows = None if rows is None else store.linear(rows.projection)
         ends = plan.streams
-        own = isinstance(ends, StreamEndsPlan)
-        self.first = tuple(map(store.linear, ends.first)) if own else ()
-        self.last = tuple(map(store.linear, ends.last)) if own else ()
-        if isinstance(ends, ConnectionPlan):
+        self.first: tuple[Linear, ...] = ()
+        self.last: tuple[Linear, ...] = ()
+        if isinstance(ends, StreamEndsPlan):
+            self.first, self.last = (
+                tuple(map(store.linear, one)) for one in (ends.first, ends.last)
+            )
+        elif ends is not None:
             self.last = (pack_connection(store, ends),)
         self.after = self._linear(plan.output_projection)
         block = plan.head_block

@@ -366,9 +366,9 @@ def match_mlp(
     swiglu = _swiglu_of(module)
     candidates: Iterable[MlpPlan] = _mlp_candidates(ups, down, activations_of(module), fused, width)
     if swiglu is not None:  # few tokens may not reach the bound
-        own = _mlp_candidates(ups, down, ["swigluoai"], fused, width)
-        own = (dataclasses.replace(plan, swiglu=swiglu) for plan in own)
-        candidates = itertools.chain(own, candidates)
+        bound = _mlp_candidates(ups, down, ["swigluoai"], fused, width)
+        bound = (dataclasses.replace(plan, swiglu=swiglu) for plan in bound)
+        candidates = itertools.chain(bound, candidates)
     learned = [m for m in module.children() if all(hasattr(m, name) for name in _XIELU)]
     if len(learned) == 1 and len(ups) == 1 and not fused:
         up, own = linear_plan(ups[0]), learned[0]
