@@ -401,6 +401,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_types": ["full", "shared"],
         },
     ),
+    # Residuals that shrink with depth, biases of gates of heads, queries that grow with the position without rotation.
+    "beam": (
+        "Beam",
+        {
+            **BASE,
+            **_MOE,
+            "head_dim": 16,
+            "layer_types": [_SLIDING, "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "sliding_window": WINDOW,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
     # Norms with gates, gates of attention beside the queries.
     "axk2": (
         "AXK2",

@@ -52,6 +52,7 @@ NAMES = [
         "axk2",
         "hy_v4",
         "kolibri1",
+        "beam",
         "axk1",
         "minimax_m3",
     )

@@ -47,7 +47,7 @@ KEYS = [
     for name in (
         *("mimo_v2_flash", "laguna", "nanochat", "modernbert_decoder", "minimax_m3"),
         *("gpt_neox_japanese", "mllama_text", "dbrx", "doge"),
-        *("diffllama", "jetmoe", "kolibri1"),
+        *("diffllama", "jetmoe", "kolibri1", "beam"),
     )
     if name in CAUSAL
 ]

@@ -24,7 +24,7 @@ from ipex_llm.records import record_of
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 _NAMES = (
-    *("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1", "kolibri1"),
+    *("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1", "kolibri1", "beam"),
     *("doge", "diffllama", "jetmoe", "dbrx", "longcat_flash", "mllama_text", "gpt_neox_japanese"),
 )
 NAMES = [n for n in _NAMES if n in CAUSAL]

@@ -46,6 +46,7 @@ __all__ = [
     "SidePlan",
     "StreamEndsPlan",
     "StreamsPlan",
+    "TemperaturePlan",
     "TokenBlockPlan",
     "TokenRowsPlan",
     "WkvPlan",
@@ -197,6 +198,19 @@ class DifferencePlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TemperaturePlan:
+    """A factor on the queries of each position.
+
+    It is ``1 + scale * log(1 + floor((position + shift) / unit))``, or ``(1 + (position + shift) / unit) ** scale``.
+    """
+
+    scale: float
+    unit: float
+    shift: float  # 1 (Llama 4, Beam) or 0 (Ministral 3)
+    power: bool = False  # the second one (Beam)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Attention of queries to cached keys and values."""
 
@@ -218,14 +232,14 @@ class AttentionPlan:
     softcap: float = -1.0
     sinks: Tensor | None = None  # [heads]
     clip_qkv: float | None = None
-    #: Queries are multiplied with ``1 + scale * log(1 + floor((position + shift) / floor_scale))``: scale, floor_scale
-    #: and shift, which is 1 (Llama 4) or 0 (Ministral 3).
-    temperature: tuple[float, float, float] | None = None
+    temperature: TemperaturePlan | None = None
     latent: LatentPlan | None = None  # `kv_heads` is 1 then
     #: `qkv` gives gates behind all else, for each feature of what is attended, or one for each head (LFM3, Ling 3);
     #: `opening` of them multiplies what is attended.
     gated: Literal["", "features", "heads"] = ""
     opening: Literal["sigmoid", "softplus"] = "sigmoid"
+    #: Module and name of a parameter ``[heads]`` that is added to the gates of a head (Beam).
+    gate_bias: tuple[nn.Module, str] | None = None
     value_norm: NormPlan | None = None  # over head_dim
     #: `qkv` gives no rows of values: they are the keys before norm and rotation (Gemma 4).
     keys_as_values: bool = False
@@ -691,6 +705,9 @@ class LayerPlan:
     residual_factors: tuple[float, float] = (1.0, 1.0)
     #: Names of parameters ``[hidden]`` of `module`: factors on the residual where each block is added (Doge).
     gains: tuple[str, str] | None = None
+    #: The model's own stream is the one here divided by this, and by another number behind each block: its residuals
+    #: have factors. Norms read the same in both, with an epsilon that is larger here (Beam).
+    size: float | None = None
     #: Factor on the stream behind all blocks (Gemma 4).
     stream_scale: float = 1.0
     token_block: TokenBlockPlan | None = None

@@ -41,6 +41,7 @@ from ipex_llm.arch import (
     SidePlan,
     StreamEndsPlan,
     StreamsPlan,
+    TemperaturePlan,
     TokenBlockPlan,
     TokenRowsPlan,
     WkvPlan,
@@ -178,10 +179,12 @@ def _head_norm(plan: AttentionPlan, norm: NormPlan | None, x: Tensor) -> Tensor:
     )
 
 
-def query_factors(positions: Tensor, temperature: tuple[float, float, float]) -> Tensor:
-    """Return the factor on the queries of each position, float32; see `AttentionPlan.temperature`."""
-    scale, floor, shift = temperature
-    return 1.0 + scale * torch.log1p(torch.floor((positions.float() + shift) / floor))
+def query_factors(positions: Tensor, plan: TemperaturePlan) -> Tensor:
+    """Return the factor on the queries of each position, float32."""
+    units = (positions.float() + plan.shift) / plan.unit
+    if plan.power:
+        return torch.exp(plan.scale * torch.log1p(units))
+    return 1.0 + plan.scale * torch.log1p(torch.floor(units))
 
 
 _OPENINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -209,7 +212,10 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     if plan.gated:
         qkv, gates = qkv.split([qkv.shape[-1] - plan.gates, plan.gates], dim=-1)
         attended = attend(dataclasses.replace(plan, gated="", clip_qkv=None), qkv)
-        opened = _OPENINGS[plan.opening](gates).unflatten(-1, (plan.heads, -1))
+        gates = gates.unflatten(-1, (plan.heads, -1))
+        if plan.gate_bias is not None:
+            gates = gates + per_head(*plan.gate_bias).unsqueeze(-1)
+        opened = _OPENINGS[plan.opening](gates)
         return (attended.unflatten(-1, (plan.heads, -1)) * opened).flatten(1)
     if latent is not None:
         query, key, value = _from_latent(plan, latent, qkv)

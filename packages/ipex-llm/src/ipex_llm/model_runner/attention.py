@@ -162,6 +162,12 @@ def _with_bias(
 def _gated(writer: Any, a: AttentionPlan, x: Register, gates: Register | None) -> Register:
     """Write what heads attend to ``[T, heads, width]`` times the functions of gates, ``[T, heads * width]``."""
     b, heads = writer.b, a.heads
+    if gates is not None and a.gate_bias is not None:
+        module, name = a.gate_bias
+        writer.e.store.watch(module, name)
+        bias = getattr(module, name).detach().to(writer.e.store.dtype).view(heads, 1)
+        gates = b.call("reshape", gates, [0, heads, a.gates // heads])
+        gates = b.call("reshape", b.call("add", gates, b.constant(bias)), [0, a.gates])
     if gates is not None and a.gated == "heads":
         gates = b.call("reshape", gates, [0, heads, 1])
         x = opened(b, a.opening, gates, x, writer.e.store.dtype)

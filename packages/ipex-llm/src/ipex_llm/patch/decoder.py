@@ -345,6 +345,7 @@ class DecoderMixin(nn.Module):
             cut = any(
                 layer.residual_after_norm
                 or layer.streams
+                or layer.size is not None
                 or layer.shortcut
                 or isinstance(layer.attention, ShiftPlan)
                 for layer in plan.layers

@@ -27,6 +27,7 @@ from ipex_llm.arch import (
     NormPlan,
     PicturePlan,
     RopePlan,
+    TemperaturePlan,
 )
 from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
 from ipex_llm.arch.detect.parts import (
@@ -55,6 +56,7 @@ from ipex_llm.arch.detect.trace import (
 from ipex_llm.arch.reference import (
     attend,
     look,
+    query_factors,
     rotate,
     run_attention,
     run_norm,
@@ -256,6 +258,13 @@ def _number(config: Config, attention: nn.Module, *names: str) -> float | None:
     return None
 
 
+def _gate_bias(attention: nn.Module, heads: int) -> tuple[nn.Module, str] | None:
+    """Return the parameter of an attention that is added to the gates of a head (Beam), or None."""
+    own = attention.named_parameters(recurse=False)
+    names = [n for n, p in own if n.startswith("gate") and list(p.shape) == [heads]]
+    return (attention, names[0]) if len(names) == 1 else None
+
+
 def _sinks(attention: nn.Module) -> Tensor | None:
     found = getattr(attention, "sinks", None)
     return found if isinstance(found, Tensor) else None
@@ -360,6 +369,7 @@ def match_attention(
         sinks=_sinks(attention),
         clip_qkv=_number(config, attention, "clip_qkv"),
         gated=gated,
+        gate_bias=_gate_bias(attention, heads) if gated else None,
         value_norm=value_norm,
         keys_as_values=alone,
         output_norm=None if behind is None or difference else match_norm(trace, behind),
@@ -516,18 +526,29 @@ def _gates_last(plan: AttentionPlan) -> Tensor:
 
 
 def _temperature(
-    config: Config, attention: nn.Module, rotated: bool
-) -> tuple[float, float, float] | None:
-    """Return scale, floor and shift of the factor that layers with or without rotation have on queries."""
+    trace: Trace, config: Config, attention: nn.Module, rotated: bool
+) -> TemperaturePlan | None:
+    """Return the factor that layers with or without rotation have on queries.
+
+    Raises:
+        MatchError: The attention is given factors of tokens that are not known.
+    """
+    given = trace.factors.get(attention)
+    if given is not None:
+        plan = TemperaturePlan(0.1, 2048.0, 1.0, True)
+        wanted = query_factors(torch.arange(len(given)), plan).to(given) - 1.0
+        if distance(given - 1.0, wanted) > tolerance(given):
+            raise trace.error(attention, "is given factors of tokens that are not known")
+        return plan
     if rotated:
         rope = config.get("rope_parameters", default={})
         names = ("llama_4_scaling_beta", "original_max_position_embeddings")
         beta, most = (rope.get(name) if isinstance(rope, Mapping) else None for name in names)
-        return (float(beta), float(most), 0.0) if beta and most else None
+        return TemperaturePlan(float(beta), float(most), 0.0) if beta and most else None
     if not getattr(attention, "attn_temperature_tuning", False):
         return None
     scale, floor = (_number(config, attention, name) for name in ("attn_scale", "floor_scale"))
-    return None if scale is None or floor is None else (scale, floor, 1.0)
+    return None if scale is None or floor is None else TemperaturePlan(scale, floor, 1.0)
 
 
 def _settle(
@@ -552,7 +573,7 @@ def _settle(
     after = [False, True] if base.query_norm is not None else [False]
     most = getattr(config.get("attn_config"), "alibi_bias_max", None) or 8.0
     slopes = _slopes(base.heads, float(most))
-    temperatures = [_temperature(config, attention, rotated) for rotated in (False, True)]
+    temperatures = [_temperature(trace, config, attention, rotated) for rotated in (False, True)]
     if base.value_dim is not None:
         layouts = [base.qkv.order]
         hint = [old for old in hint if old.qkv.order is not None]
@@ -570,7 +591,7 @@ def _settle(
                 scale=old.scale,
                 alibi_slopes=old.alibi_slopes,
                 norm_after_rope=old.norm_after_rope,
-                temperature=old.temperature,
+                temperature=temperatures[old.rope is not None],
             )
         for opening, order, late, rope, scale in itertools.product(
             openings, layouts, after, ropes, scales

@@ -82,6 +82,7 @@ class Layer:
     plan: LayerPlan
     last_norm: NormPlan | None = None
     entry_norm: NormPlan | None = None  # of what the layer reads, and adds to
+    size: float = 1.0  # behind the layer; see `LayerPlan.size`
 
 
 @dataclasses.dataclass
@@ -254,6 +255,7 @@ def match_layer(
     # Factors of a new model are one, and show only as parameters.
     found = _with_gains(flow, plan) or _parallel(flow, plan) or _sequential(flow, plan)
     found = found or _with_more(flow, plan) or _with_added(flow, plan, module)
+    found = found or _with_sizes(flow, plan)
     if found is None or (
         beside is not None and (found.plan.residual_scale != 1.0 or found.plan.residual_after_norm)
     ):
@@ -337,6 +339,57 @@ def _with_gains(flow: _Flow, plan: LayerPlan) -> Layer | None:
         return None
     norm = flow.plan(flow.mlp_norm)
     return Layer(dataclasses.replace(plan, mlp_norm=norm, gains=(first, second)))
+
+
+def _of_size(norm: NormPlan | None, size: float) -> NormPlan | None:
+    """Return the norm that gives of a stream what `norm` gives of the stream divided by a number."""
+    return None if norm is None else dataclasses.replace(norm, eps=norm.eps * size * size)
+
+
+def _with_sizes(flow: _Flow, plan: LayerPlan) -> Layer | None:
+    """Return the plan of a layer whose residuals and blocks have factors, or None.
+
+    Where ``h' = r * h + s * y``, the stream ``h' / s`` is the stream ``h * r / s`` plus `y`.
+    """
+    if flow.input_norm is None or flow.mlp_norm is None:
+        return None
+    middle = flow.trace.input(flow.mlp_norm)
+    first, last = (
+        _factors(middle, flow.h, flow.attention),
+        _factors(flow.y, middle, flow.mlp),
+    )
+    if first is None or last is None:
+        return None
+    before, between = _root(first[0] / first[1]), _root(last[0] / last[1])
+    if abs(between * first[1] - 1.0) > _close(flow.y) or plan.beside is not None:
+        return None
+    found = dataclasses.replace(
+        plan,
+        input_norm=_of_size(plan.input_norm, before),
+        mlp_norm=_of_size(flow.plan(flow.mlp_norm), between),
+        size=before,
+    )
+    return Layer(found, size=_root(1.0 / last[1]))
+
+
+def _close(x: Tensor) -> float:
+    """Return how far a factor may be off that was found, by the dtype of what it was found in."""
+    return 1e-3 if x.dtype == torch.float32 else 2e-2
+
+
+def _root(size: float) -> float:
+    """Return the root of a whole number that is nearest to a size, or the size if none is near."""
+    whole = round(size * size)
+    return whole**0.5 if abs(size * size - whole) < 2e-2 * whole else size
+
+
+def _check_sizes(trace: Trace, found: list[Layer]) -> None:
+    """Raise MatchError if the layers do not go on with the size of the stream of the layer before."""
+    size = 1.0
+    for layer in found:
+        if abs((layer.plan.size or 1.0) - size) > _close(trace.outputs[layer.plan.module]) * size:
+            raise trace.error(layer.plan.module, "has factors on its residual that are not known")
+        size = layer.size
 
 
 def _side_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:
@@ -660,6 +713,8 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
             plan = trace.error(module, "runs two layers")
         elif found.plan.streams is not None:
             plan = trace.error(module, "reads several streams")
+        elif found.plan.size is not None:
+            plan = trace.error(module, "has factors on its residuals")
         elif found.plan.token_block is not None:
             plan = trace.error(module, "reads what the decoder made of the tokens")
         elif (
@@ -980,6 +1035,7 @@ def _whole(
     if len(ends) == 1 and same(trace.inputs[ends[0]], last / 2):
         _halve(trace, found, modules[-1], trace.inputs[ends[0]], ends[0])
         last = last / 2
+    _check_sizes(trace, found)
     layers, carried = _chain(config, found)
     streams, others = layers[0].streams, _outside(trace, decoder, modules)
     h = first_stream(trace.inputs[modules[0]], streams)
@@ -1000,7 +1056,7 @@ def _whole(
         decoder=decoder,
         embedding=table,
         layers=layers,
-        final_norm=norm,
+        final_norm=_of_size(norm, found[-1].size),
         head=head,
         hidden_size=h.shape[-1],
         vocab_size=weight.shape[0] if head is None else min(weight.shape[0], logits),

@@ -77,6 +77,7 @@ class Trace:
         outputs: Module -> its first tensor result.
         counts: Module -> how many results it gave in a tuple; 0 for one that is not in a tuple.
         names: Module -> its name.
+        factors: Module -> its first named argument that has one number for each token, float32 ``[T]``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,6 +86,7 @@ class Trace:
         self.inputs: dict[nn.Module, Tensor] = {}
         self.outputs: dict[nn.Module, Tensor] = {}
         self.counts: dict[nn.Module, int] = {}
+        self.factors: dict[nn.Module, Tensor] = {}
         self._cache: Any = None
         config = getattr(model, "config", None)
         if model.training:
@@ -129,6 +131,9 @@ class Trace:
                 value = _first(kwargs)
             if value is not None and module not in self.inputs:
                 self.inputs[module] = value.detach().clone()
+            for one in kwargs.values():
+                if isinstance(one, Tensor) and one.is_floating_point() and one.numel() == LENGTH:
+                    self.factors.setdefault(module, one.detach().float().flatten())
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             value = _first(result)

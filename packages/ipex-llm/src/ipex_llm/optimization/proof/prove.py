@@ -147,6 +147,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.norm_after_rope,
         plan.temperature is None,
         plan.gated,
+        plan.gate_bias is None,
         plan.opening,
         plan.value_dim is None,
         plan.value_norm is None,
@@ -181,6 +182,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.picture is None,
         plan.shortcut is None,
         plan.gains is None,
+        plan.size is None,
         len([*gated_norms(plan)]),
     ]
     if isinstance(mlp, ExpertsPlan):
