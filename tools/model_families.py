@@ -41,6 +41,12 @@ import patterns  # noqa: E402
 TOLERANCE = 1e-4
 MEMORY = 8 << 30
 #: Numbers for the configurations whose defaults make no model.
+_QWEN4: dict[str, Any] = {
+    **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256},
+    **{"indexer_budget": 16, "indexer_compress_ratio": 4, "eos_token_id": 2},
+    **{"ple_layer_ids": [1], "ngram_vocab_size_base": 50, "heads_per_ngram": 2},
+    **{"split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 2},
+}
 VALUES: dict[str, dict[str, Any]] = {
     "dbrx": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     | {
@@ -55,6 +61,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "xmod": {"default_language": "en_XX"},
 }
 COLUMNS = ("name", "class", "reached", "depth 3", "depth 2", "depth 1", "why")
