@@ -48,6 +48,18 @@ _QWEN4: dict[str, Any] = {
     **{"split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 2},
 }
 VALUES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"logit_scale": 0.25}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 20}
+    | {
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 5e4,
+                "mrope_section": [4, 2, 2],
+            },
+            "full_attention": None,
+        }
+    },
     "dbrx": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     | {
         "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},

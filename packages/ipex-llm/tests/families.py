@@ -48,6 +48,7 @@ UNPROVEN: frozenset[str] = frozenset(
 )
 
 _CONFIG_NAMES = {
+    "CohereCompass": "CohereCompassTextConfig",
     "Dots3Note": "Dots3NoteTextConfig",
     "Gemma3": "Gemma3TextConfig",
     "Gemma3n": "Gemma3nTextConfig",

@@ -356,6 +356,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {**BASE, "tie_word_embeddings": True}),
     "cohere_qk_norm": ("Cohere", {**BASE, "use_qk_norm": True}),
     "cohere2": ("Cohere2", {**BASE, **FOUR_LAYERS, "sliding_window": WINDOW}),
+    # Rotation in layers with a window alone; positions of three kinds, which are one in texts.
+    "cohere_compass": (
+        "CohereCompass",
+        {
+            **BASE,
+            "layer_types": [_SLIDING, "full_attention"],
+            "sliding_window": WINDOW,
+            "logit_scale": 0.25,
+            "rope_parameters": {
+                _SLIDING: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+                "full_attention": None,
+            },
+        },
+    ),
     "starcoder2": ("Starcoder2", {**BASE, "sliding_window": WINDOW}),
     "gpt_oss": (
         "GptOss",
@@ -420,7 +434,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "AXK2",
         {
             **{k: v for k, v in {**BASE, **_MLA, **_INDEX}.items() if k != "first_k_dense_replace"},
-            "gated_norm_rank": 8,
+            **{"gated_norm_rank": 8, "n_group": None, "topk_group": None},
             "mlp_layer_types": ["dense", "sparse"],
         },
     ),

@@ -174,12 +174,14 @@ def test_load_and_unload_while_requests_run(made):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in ("gpt2", "phi3", "gpt_neox", "gemma2", "falcon", "olmo2") if n in FAMILIES]
+    "name",
+    [n for n in ("gpt2", "phi3", "gpt_neox", "gemma2", "falcon", "olmo2", "axk2") if n in FAMILIES],
 )
 def test_families(name, tmp_path):
-    """Fused projections, other activations, transposed weights, biases, blocks side by side."""
+    """Fused projections, other activations, transposed weights, biases, blocks side by side, norms with gates."""
     model = scaled(FAMILIES[name](), 2)
-    options = {"target_modules": "all-linear", "exclude_modules": ["lm_head"]}
+    others = ["wq_b", "wk", "weights_proj", "kv_b_proj"] if name == "axk2" else []  # take none
+    options = {"target_modules": "all-linear", "exclude_modules": ["lm_head", *others]}
     merged = adapter(model, tmp_path, fan_in_fan_out=name == "gpt2", **options)
     e = engine(model)
     e.load_lora("x", tmp_path)
