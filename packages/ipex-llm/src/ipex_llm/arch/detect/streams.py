@@ -165,7 +165,7 @@ def connections_of(trace: Trace, layer: nn.Module) -> list[nn.Module]:
 
 
 def _numbers_of(trace: Trace, module: nn.Module) -> tuple[str, str, str, int] | None:
-    """Return the names of weight, base and scale of a connection, and how many streams it reads; None: it is none."""
+    """Return the names of weight, base and scale of a connection, and how many streams it reads; None for others."""
     read = trace.inputs[module]
     if read.ndim != 4 or read.shape[2] < 2:
         return None

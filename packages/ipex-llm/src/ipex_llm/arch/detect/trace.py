@@ -293,9 +293,10 @@ def is_norm(module: nn.Module) -> bool:
 
     Two linear layers beside a norm may be a gate.
     """
+    if "norm" not in type(module).__name__.lower():
+        return False
     count = sum(map(is_linear, module.modules()))
-    inner = sum(map(is_norm, module.children())) if count == 2 else 0
-    return "norm" in type(module).__name__.lower() and (count == 0 or inner == 1)
+    return count == 0 or (count == 2 and sum(map(is_norm, module.children())) == 1)
 
 
 def is_linear(module: nn.Module) -> bool:
