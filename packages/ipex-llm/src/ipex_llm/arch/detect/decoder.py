@@ -1047,6 +1047,8 @@ def _whole(
     entry = _entry(trace, config, decoder, modules, table, h)
     rows, layers = match_token_rows(trace, config, decoder, others, modules, table, layers, h)
     norm, projection, x = _last(trace, decoder, modules, table, carried, x)
+    if norm is None and found[-1].size != 1.0:
+        raise trace.error(decoder, "has factors on its residuals and no norm behind its layers")
     head, block, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
     logits = 0 if head is None else trace.output(head.modules[0]).shape[-1]
