@@ -12,6 +12,7 @@ from families import FAMILIES, VOCAB, randomize, tokens
 from plans import llama_plan
 from small_llama import llama
 
+from ipex_llm.arch import TemperaturePlan
 from ipex_llm.arch.detect import match
 from ipex_llm.kv_cache import Sequences
 from ipex_llm.model_runner import Runner
@@ -126,7 +127,8 @@ def test_queries_scaled_by_position():
         second.use_rope = 0
         del second.qk_norm
     plan = match(model)
-    assert [layer.attention.temperature for layer in plan.layers] == [None, (0.5, 3.0, 1.0)]
+    found = [layer.attention.temperature for layer in plan.layers]
+    assert found == [None, TemperaturePlan(0.5, 3.0, 1.0)]
     ids = tokens(1, 24)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
