@@ -21,7 +21,6 @@ from ipex_llm.arch import (
     DifferencePlan,
     ExpertsPlan,
     KeyBiasPlan,
-    LatentPlan,
     LinearPlan,
     MlpPlan,
     NormPlan,
@@ -29,13 +28,14 @@ from ipex_llm.arch import (
     RopePlan,
     TemperaturePlan,
 )
-from ipex_llm.arch.detect.feed_forward import match_feed_forward, norms_of
 from ipex_llm.arch.detect.parts import (
     added_by,
     is_mixture,
     linear_plan,
+    match_feed_forward,
     match_norm,
     match_ropes,
+    norms_of,
     router_of,
     stacked_weights,
     top_k_of,
@@ -57,9 +57,7 @@ from ipex_llm.arch.reference import (
     attend,
     look,
     query_factors,
-    rotate,
     run_attention,
-    run_norm,
     run_picture,
     with_shared_rows,
 )
@@ -68,7 +66,7 @@ Tensor = torch.Tensor
 Opening = Literal["sigmoid", "softplus"]
 
 ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn", "norm_attn_norm")
-_GATE = re.compile(r"^g(ate)?_proj$")  # beside the three (AFMoE, LFM3)
+GATE = re.compile(r"^g(ate)?_proj$")  # beside the three (AFMoE, LFM3)
 _PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
 
 
@@ -116,6 +114,28 @@ def window_of(config: Config, attention: nn.Module, index: int) -> int:
     return -1 if not window else int(window) - 1
 
 
+def keys_of_indexer(indexer: Any) -> int:
+    """Return up to how many keys an indexer chooses all, 0 if that is not known; MiniMax M3's chooses blocks."""
+    blocks = getattr(indexer, "topk_blocks", 0) * getattr(indexer, "block_size", 0)
+    most = getattr(indexer, "index_topk", blocks)
+    return most if isinstance(most, int) else 0
+
+
+def own_linears(trace: Trace, attention: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return names and linear layers of an attention but for an indexer, which chooses keys (DeepSeek V3.2).
+
+    Raises:
+        MatchError: It is not known up to how many keys the indexer chooses all.
+    """
+    found = getattr(attention, "indexer", None)
+    if not isinstance(found, nn.Module):
+        return list(linears(attention, trace))
+    if keys_of_indexer(found) < LENGTH:
+        raise trace.error(attention, "has an indexer, which chooses the keys of each query")
+    inside = set(found.modules())
+    return [(name, m) for name, m in linears(attention, trace) if m not in inside]
+
+
 def _projections(
     trace: Trace, attention: nn.Module
 ) -> tuple[list[tuple[str, nn.Module]], nn.Module]:
@@ -133,7 +153,7 @@ def _projections(
     outer = [  # what reads the values makes a bias of keys
         item for item in outer if not any(same(trace.input(item[1]), one) for one in given)
     ]
-    gates = sum(bool(_GATE.match(name)) for name, _ in inner)
+    gates = sum(bool(GATE.match(name)) for name, _ in inner)
     both = gates == 0 and len(inner) == 2  # the keys are the values, too
     if len(outer) != 1 or not (both or len(inner) in (1, 3, 3 + gates)):
         names = ", ".join(name for name, _ in found)
@@ -157,7 +177,7 @@ def _order_parts(
             names = ", ".join(name for name, _ in inner)
             raise trace.error(attention, f"has projections whose part is not clear: {names}")
         parts.append(matching[0])
-    return [*parts, *(m for name, m in inner if _GATE.match(name))]
+    return [*parts, *(m for name, m in inner if GATE.match(name))]
 
 
 def head_dim_of(config: Config, attention: nn.Module, width: int) -> int:
@@ -249,7 +269,7 @@ def _norms(
     return query, key, value, over
 
 
-def _number(config: Config, attention: nn.Module, *names: str) -> float | None:
+def number_of(config: Config, attention: nn.Module, *names: str) -> float | None:
     for owner in (attention, config.raw, config.get("attn_config")):
         for name in names:
             value = getattr(owner, name, None)
@@ -265,7 +285,7 @@ def _gate_bias(attention: nn.Module, heads: int) -> tuple[nn.Module, str] | None
     return (attention, names[0]) if len(names) == 1 else None
 
 
-def _sinks(attention: nn.Module) -> Tensor | None:
+def sinks_of(attention: nn.Module) -> Tensor | None:
     found = getattr(attention, "sinks", None)
     return found if isinstance(found, Tensor) else None
 
@@ -274,7 +294,7 @@ def _softcap(config: Config, attention: nn.Module) -> float:
     """Return the soft cap of scores, or -1."""
     if getattr(config.raw, "_attn_implementation", None) == "sdpa":
         return -1.0  # it has none: until 5.18 transformers left the cap out without a word, since then it refuses
-    return _number(config, attention, "attn_logit_softcapping") or -1.0
+    return number_of(config, attention, "attn_logit_softcapping") or -1.0
 
 
 def match_attention(
@@ -321,7 +341,7 @@ def match_attention(
     gates = trace.output(parts[3]).shape[-1] if beside else 0
     if len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width and not found:
         gates = width
-    gated = _kind_of_gates(trace, attention, gates, heads, width)
+    gated = kind_of_gates(trace, attention, gates, heads, width)
     alone = len(parts) == 2  # no rows of values
     rows = qkv.shape[-1] if found is None else len(found.order)
     rest, odd = divmod(rows - heads * head_dim - gates, (1 if alone else 2) * head_dim)
@@ -366,8 +386,8 @@ def match_attention(
         norm_over=over,  # type: ignore[arg-type]
         window=window_of(config, attention, index),
         softcap=_softcap(config, attention),
-        sinks=_sinks(attention),
-        clip_qkv=_number(config, attention, "clip_qkv"),
+        sinks=sinks_of(attention),
+        clip_qkv=number_of(config, attention, "clip_qkv"),
         gated=gated,
         gate_bias=_gate_bias(attention, heads) if gated else None,
         value_norm=value_norm,
@@ -444,7 +464,7 @@ def _narrow_values(
     return _NarrowValues(head_dim, value_dim, order, factors)
 
 
-def _kind_of_gates(
+def kind_of_gates(
     trace: Trace, attention: nn.Module, gates: int, heads: int, width: int
 ) -> Literal["", "features", "heads"]:
     """Return what each of some gates multiplies.
@@ -547,7 +567,7 @@ def _temperature(
         return TemperaturePlan(float(beta), float(most), 0.0) if beta and most else None
     if not getattr(attention, "attn_temperature_tuning", False):
         return None
-    scale, floor = (_number(config, attention, name) for name in ("attn_scale", "floor_scale"))
+    scale, floor = (number_of(config, attention, name) for name in ("attn_scale", "floor_scale"))
     return None if scale is None or floor is None else TemperaturePlan(scale, floor, 1.0)
 
 
@@ -622,214 +642,6 @@ def _settle(
 
 
 # --- latent attention: queries, keys and values from rows of low rank (DeepSeek) ------------------------------------
-
-_DOWN = re.compile(r"^kv_a_proj(_with_mqa)?$")
-_UP = re.compile(r"^kv_b_proj$")
-
-
-def _named(attention: nn.Module, pattern: re.Pattern[str]) -> nn.Module | None:
-    return next((m for n, m in attention.named_children() if pattern.match(n)), None)
-
-
-def is_latent(attention: nn.Module) -> bool:
-    """Return whether an attention makes keys and values from a latent."""
-    return _named(attention, _DOWN) is not None and _named(attention, _UP) is not None
-
-
-def keys_of_indexer(indexer: Any) -> int:
-    """Return up to how many keys an indexer chooses all, 0 if that is not known; MiniMax M3's chooses blocks."""
-    blocks = getattr(indexer, "topk_blocks", 0) * getattr(indexer, "block_size", 0)
-    most = getattr(indexer, "index_topk", blocks)
-    return most if isinstance(most, int) else 0
-
-
-def own_linears(trace: Trace, attention: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return names and linear layers of an attention but for an indexer, which chooses keys (DeepSeek V3.2).
-
-    Raises:
-        MatchError: It is not known up to how many keys the indexer chooses all.
-    """
-    found = getattr(attention, "indexer", None)
-    if not isinstance(found, nn.Module):
-        return list(linears(attention, trace))
-    if keys_of_indexer(found) < LENGTH:
-        raise trace.error(attention, "has an indexer, which chooses the keys of each query")
-    inside = set(found.modules())
-    return [(name, m) for name, m in linears(attention, trace) if m not in inside]
-
-
-def match_latent(
-    trace: Trace, config: Config, decoder: nn.Module, attention: nn.Module, index: int
-) -> AttentionPlan:
-    """Return the plan of a latent attention.
-
-    Raises:
-        MatchError: A part is not understood, or no candidate gives what the module gave.
-    """
-    down: Any = _named(attention, _DOWN)
-    up: Any = _named(attention, _UP)
-    parts = [module for _, module in own_linears(trace, attention)]
-    source = trace.input(down)
-    gates = [m for n, m in attention.named_children() if _GATE.match(n) and m in parts]
-    gates = [m for m in gates if same(trace.input(m), source)]
-    first = [m for m in parts if m not in (down, *gates) and same(trace.input(m), source)]
-    others = [m for m in parts if m not in (up, down, *first, *gates)]
-    if len(first) != 1 or not 1 <= len(others) <= 2 or len(gates) > 1:
-        names = ", ".join(name for name, _ in linears(attention, trace))
-        raise trace.error(attention, f"has linear layers ({names}) that are not known of a latent")
-    norms = [m for _, m in attention.named_children() if is_norm(m) and trace.ran(m)]
-
-    query_factor, factor = (  # of LongCat-Flash, of dots3
-        _number(config, attention, f"mla_scale_{part}_lora", f"{part}_lora_scale") or 1.0
-        for part in ("q", "kv")
-    )
-
-    def norm_before(given: Tensor, *factors: float) -> NormPlan | None:
-        fits = (n for n in norms for f in factors if same(trace.outputs[n] * f, given))
-        found = next(fits, None)
-        return None if found is None else match_norm(trace, found)
-
-    output = others[-1]
-    query = others[0] if len(others) == 2 else None
-    rank = trace.input(up).shape[-1]
-    rotary = trace.output(down).shape[-1] - rank
-    parts_of_head = "qk_nope_head_dim", "qk_rope_head_dim"  # which may differ among layers (dots3)
-    own_parts: list[Any] = [getattr(attention, n, None) for n in parts_of_head]
-    if None in own_parts:
-        own_parts = [config.get(n, default=0) for n in parts_of_head]
-    head_dim = sum(map(int, own_parts))
-    queries = trace.output(first[0] if query is None else query).shape[-1]
-    expected = trace.input(output)
-    low = trace.output(first[0])
-    given, size = low if query is None else trace.input(query), low.shape[-1]
-    doubled = given.shape[-1] == 2 * size
-    heads, odd = divmod(queries - doubled * expected.shape[-1], max(head_dim, 1))
-    value_dim, rest = divmod(expected.shape[-1], max(heads, 1))
-    plain = head_dim - rotary
-    whole = not (odd or rest) and heads > 0 and plain > 0 and rotary > 1
-    if not whole or trace.output(up).shape[-1] != heads * (plain + value_dim):
-        raise trace.error(attention, f"{queries} features do not make heads of {head_dim}")
-    query_norm = None if query is None else norm_before(given[:, :size], 1.0, query_factor)
-    last = None if query is None else with_factor(linear_plan(query), query_factor)
-    if doubled and last is not None:
-        if gates or not same(given[:, size:], low):
-            raise trace.error(attention, "has queries that are made of something else than a norm")
-        parts_of = torch.arange(queries).view(heads, -1).split([head_dim, value_dim], dim=1)
-        last = dataclasses.replace(last, order=torch.cat([one.flatten() for one in parts_of]))
-    common = trace.output(down)[:, rank:]
-    common_norm = next((n for n in norms if same(trace.inputs[n], common)), None)
-    latent = LatentPlan(
-        up,
-        norm_before(trace.input(up), factor),
-        rank,
-        value_dim,
-        rotary,
-        last,
-        query_norm,
-        factor,
-        None if common_norm is None else match_norm(trace, common_norm),
-        doubled,
-    )
-    inner = [first[0], down, *gates]
-    rows = torch.cat([trace.output(m) for m in inner], dim=-1)
-    own = trace.output(gates[0]).shape[-1] if gates else doubled * heads * value_dim
-    base = AttentionPlan(
-        LinearPlan(tuple(inner)),
-        linear_plan(output),
-        heads,
-        1,
-        head_dim,
-        head_dim**-0.5,
-        window=window_of(config, attention, index) if hasattr(attention, "sliding_window") else -1,
-        sinks=_sinks(attention),
-        latent=latent,
-        gated=_kind_of_gates(trace, attention, own, heads, heads * value_dim),
-    )
-    ropes = match_ropes(trace, config, decoder, attention, kind_of(config, index), rotary)
-    scales = scales_of(config, attention, head_dim, index)
-
-    def error(plan: AttentionPlan) -> float:
-        order: Any = plan.qkv.order
-        return distance(attend(plan, rows if order is None else rows[..., order]), expected)
-
-    plan = settled(trace, attention, _candidates(config, base, ropes, scales), error, expected)
-    return _as_cached(trace, config, plan, index)
-
-
-def _as_cached(trace: Trace, config: Config, plan: AttentionPlan, index: int) -> AttentionPlan:
-    """Return the plan with rows in the order in which the model caches them.
-
-    Rotated pairs may come out as pairs (DeepSeek V2) or as halves (Ling 3); scores are the same.
-    """
-    rope, latent = plan.rope, plan.latent
-    if rope is None or rope.half or config.get("rope_interleave") is not None:
-        return plan
-    assert latent is not None
-    kept = trace.cached(index)
-    whole = run_norm(
-        latent.common_norm, trace.output(plan.qkv.modules[1])[:, latent.rank :].float()
-    )
-    turned = rotate(rope, whole.unsqueeze(1)).flatten(1)
-    if kept is None or kept.numel() != turned.numel():
-        return plan
-    halves = turned.unflatten(1, (-1, 2)).transpose(1, 2)
-    if distance(turned, kept) <= distance(halves, kept):
-        return plan
-    return _in_halves(
-        dataclasses.replace(plan, rope=dataclasses.replace(rope, half=True)), rope.dim
-    )
-
-
-def _candidates(
-    config: Config, base: AttentionPlan, ropes: list[RopePlan], scales: list[float]
-) -> Iterator[AttentionPlan]:
-    """Yield plans with each rotation and scale.
-
-    Where pairs are rotated and come out as halves (``rope_interleave``), rows are put in the order of halves before:
-    cached keys are then equal to the keys of the model's own forward. Pairs that stay pairs give the same scores, and
-    in 16 bits might be nearer by chance.
-    """
-    split = bool(config.get("rope_interleave", default=False))
-    for rope in (
-        [one for one in ropes if one.half] if split else sorted(ropes, key=lambda one: one.half)
-    ):
-        for scale in scales:
-            plan = dataclasses.replace(base, rope=rope, scale=scale)
-            if split and rope.half:
-                yield _in_halves(plan, rope.dim)
-            yield plan
-    for scale in scales:  # keys with a common part that is not rotated (Kimi Linear)
-        yield dataclasses.replace(base, scale=scale)
-
-
-def _in_halves(plan: AttentionPlan, rotary: int) -> AttentionPlan:
-    """Return the plan with rows of rotated pairs as halves."""
-    latent = plan.latent
-    assert latent is not None
-    tail = torch.arange(rotary).view(-1, 2).t().flatten()
-    size = plan.head_dim
-    head = torch.cat([torch.arange(size - rotary), size - rotary + tail])
-    queries = (torch.arange(plan.heads).unsqueeze(1) * size + head).flatten()
-    if latent.query is None:
-        first = queries
-    else:
-        features: Any = plan.qkv.modules[0]
-        first = torch.arange(int(features.out_features))
-        old, more = latent.query.order, plan.heads * (size + latent.doubled * latent.value_dim)
-        queries = torch.cat([queries, torch.arange(plan.heads * size, more)])
-        queries = queries if old is None else old[queries]
-        latent = dataclasses.replace(latent, query=dataclasses.replace(latent.query, order=queries))
-    if latent.common_norm is not None:
-        norm = dataclasses.replace(latent.common_norm, order=tail)
-        latent = dataclasses.replace(latent, common_norm=norm)
-    start = len(first)
-    end = start + latent.rank + rotary
-    order = torch.cat([first, start + torch.arange(latent.rank), start + latent.rank + tail])
-    order = torch.cat([order, end + torch.arange(plan.gates)])
-    return dataclasses.replace(plan, qkv=dataclasses.replace(plan.qkv, order=order), latent=latent)
-
-
-# --- layers that read a picture: attention to its rows and a dense block, each behind a gate (Llama 3.2 Vision) ------
 
 
 def reads_picture(trace: Trace, layer: nn.Module) -> bool:

@@ -29,8 +29,13 @@ from ipex_llm.arch import (
     ShiftPlan,
     WkvPlan,
 )
-from ipex_llm.arch.detect.feed_forward import norms_of
-from ipex_llm.arch.detect.parts import activations_of, linear_plan, match_norm, with_factor
+from ipex_llm.arch.detect.parts import (
+    activations_of,
+    linear_plan,
+    match_norm,
+    norms_of,
+    with_factor,
+)
 from ipex_llm.arch.detect.trace import (
     Config,
     Trace,
