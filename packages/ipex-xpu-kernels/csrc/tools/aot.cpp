@@ -6,6 +6,7 @@
 // arguments).
 #include <cxxabi.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -109,18 +110,17 @@ int main(int argc, char** argv) try {
       throw std::runtime_error(source_file + ":\n" + e.what());
     }
   }();
-  // By their first kernels: the compiler gives the modules in any order, and builds are to be
-  // equal.
-  std::map<std::string, std::string> images;
+  // Sorted: the compiler gives the modules in any order, and builds are to be equal.
+  std::vector<std::string> images;
   for (const auto& image : bundle) {
     const auto content = image.ext_oneapi_get_backend_content();
-    const std::string bytes(reinterpret_cast<const char*>(content.data()), content.size());
-    images.emplace(entry_points(bytes).at(0).symbol, bytes);
+    images.emplace_back(reinterpret_cast<const char*>(content.data()), content.size());
   }
+  std::sort(images.begin(), images.end());
   std::ofstream modules(output + ".spv", std::ios::binary);
   std::map<std::string, std::string> rows;  // sorted, for the same reason
   std::size_t offset = 0;
-  for (const auto& [symbol, bytes] : images) {
+  for (const std::string& bytes : images) {
     for (const EntryPoint& entry : entry_points(bytes)) {
       const std::string name = readable(entry.symbol);
       std::ostringstream row;

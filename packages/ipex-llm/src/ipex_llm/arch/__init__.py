@@ -32,6 +32,7 @@ __all__ = [
     "KeyBiasPlan",
     "LatentPlan",
     "LayerPlan",
+    "LayerStreams",
     "LinearPlan",
     "LowRankPlan",
     "LruPlan",
@@ -522,6 +523,11 @@ class ExpertsPlan:
         """Whether no op has both products and the activation: each is an instruction."""
         return self.activation == "swigluoai" and self.swiglu_added != 1.0
 
+    @property
+    def paired(self) -> bool:
+        """Whether rows of a gate and of its factor are packed side by side, for an op that multiplies both."""
+        return self.gated and not self.apart
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SidePlan:
@@ -611,6 +617,10 @@ class ConnectionPlan:
         """Scale and base of each row of the weight, float32."""
         scale, base = (getattr(self.module, n).detach().float() for n in (self.scale, self.base))
         return scale.repeat_interleave(self.count), base
+
+
+#: Of a layer: all at once, or a connection for each of its two blocks.
+LayerStreams = StreamsPlan | tuple[ConnectionPlan, ConnectionPlan]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -712,7 +722,7 @@ class LayerPlan:
     stream_scale: float = 1.0
     token_block: TokenBlockPlan | None = None
     low: LowRankPlan | None = None
-    streams: StreamsPlan | tuple[ConnectionPlan, ConnectionPlan] | None = None
+    streams: LayerStreams | None = None
     #: Behind all that: a layer of its own in the model.
     picture: PicturePlan | None = None
     #: Experts that read what `mlp` reads. What they give is added behind the next layer (LongCat-Flash).
@@ -809,25 +819,26 @@ def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, .
     return (plan.first, plan.gate, plan.last) if isinstance(plan, ShiftPlan) else ()
 
 
+def _parts(value: object) -> Iterator[object]:
+    """Iterate over a plan, or a part of one, and all parts in it."""
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _parts(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _parts(getattr(value, field.name))
+
+
 def gated_norms(value: object) -> Iterator[NormPlan]:
     """Iterate over the norms with a gate of a plan, or of a part of one."""
-    if isinstance(value, NormPlan):
-        yield from (value,) if value.gate is not None else ()
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from gated_norms(one)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from gated_norms(getattr(value, field.name))
+    for part in _parts(value):
+        if isinstance(part, NormPlan) and part.gate is not None:
+            yield part
 
 
 def linear_modules(value: object) -> Iterator[nn.Module]:
     """Iterate over the modules of all linear layers of a plan, or of a part of one."""
-    if isinstance(value, LinearPlan):
-        yield from value.modules
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from linear_modules(one)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from linear_modules(getattr(value, field.name))
+    for part in _parts(value):
+        if isinstance(part, LinearPlan):
+            yield from part.modules

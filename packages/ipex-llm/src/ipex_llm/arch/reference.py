@@ -797,7 +797,7 @@ def connect(plan: ConnectionPlan, streams: Tensor) -> tuple[Tensor, Tensor]:
     """Return what a block reads of streams ``[count, T, hidden]``, and factors ``[T, count]`` on what it gives."""
     scale, base = plan.numbers
     flat = streams.float().transpose(0, 1).flatten(1)
-    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + plan.norm_eps)
+    flat = functional.rms_norm(flat, flat.shape[-1:], eps=plan.norm_eps)
     weight: Tensor = getattr(plan.module, plan.weight)
     first, last = torch.sigmoid(
         functional.linear(flat, weight.float()) * scale + base

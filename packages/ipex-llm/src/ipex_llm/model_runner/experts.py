@@ -171,8 +171,7 @@ def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
     if id(gate_up) not in owners or id(down) not in owners:
         raise UnsupportedPlan(_ELSEWHERE)
     made: list[Tensor] = []
-    pairs = plan.gated and not plan.apart
-    for gated, parameter in ((pairs, gate_up), (False, down)):
+    for gated, parameter in ((plan.paired, gate_up), (False, down)):
         assert isinstance(parameter, Tensor)
         form = (plan.transposed, parameter is gate_up and plan.interleaved)
         rest = parameter.detach()[plan.experts :].clone()  # of experts that give what they read

@@ -39,8 +39,6 @@ def pointwise(
     return result
 
 
-FLOAT = torch.float32
-
 #: Functions of gates, as steps of `pointwise` from the value 0 on; 1 is what they multiply.
 _OPENINGS: Mapping[str, list[tuple[Any, ...]]] = {
     "sigmoid": [("sigmoid", 0)],
@@ -284,7 +282,9 @@ def routing(
     """Write which experts rows go to; return their weights and ids."""
     correction, b = mlp.correction_bias, writer.b
     if mlp.scoring == "logits":
-        return _routing_by_logits(writer, mlp, b.call("cast", writer.linear(router, x), FLOAT))
+        return _routing_by_logits(
+            writer, mlp, b.call("cast", writer.linear(router, x), torch.float32)
+        )
     weights, ids = b.call(
         "moe_routing",
         writer.linear(router, x),
@@ -308,10 +308,10 @@ def _routing_by_logits(
     assert correction is not None
     biased = b.call("add", logits, b.constant(correction.detach().float()))
     _, ids = b.call("moe_routing", biased, mlp.top_k, False)
-    weights = pointwise(b, [b.call("gather", logits, 1, ids)], [], [("sigmoid", 0)], FLOAT)
+    weights = pointwise(b, [b.call("gather", logits, 1, ids)], [], [("sigmoid", 0)], torch.float32)
     if mlp.renormalize:
         total = b.call("sum", weights, [1], True)
-        weights = pointwise(b, [weights, total], [], [("div", 0, 1)], FLOAT)
+        weights = pointwise(b, [weights, total], [], [("div", 0, 1)], torch.float32)
     return b.call("mul", weights, mlp.routed_scale), ids
 
 

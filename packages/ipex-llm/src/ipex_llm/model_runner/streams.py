@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_llm.arch import ConnectionPlan, LayerPlan, LowRankPlan, StreamsPlan
+from ipex_llm.arch import ConnectionPlan, LayerPlan, LayerStreams, LowRankPlan, StreamsPlan
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import pointwise
 
 Streams = list[Register]
 
 
-def pack_streams(
-    store: WeightStore, plan: StreamsPlan | tuple[ConnectionPlan, ConnectionPlan]
-) -> tuple[Linear, ...]:
+def pack_streams(store: WeightStore, plan: LayerStreams) -> tuple[Linear, ...]:
     """Pack the router of streams, and what it gives to predict and to correct them, or two connections."""
     if isinstance(plan, tuple):
         return tuple(pack_connection(store, one) for one in plan)

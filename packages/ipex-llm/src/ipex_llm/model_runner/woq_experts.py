@@ -319,8 +319,7 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     stacks: dict[nn.Module, dict[str, _Stack]] = {}
     made: list[Tensor] = []
     owners = _owners(plan)
-    pairs = plan.gated and not plan.apart
-    forms = (pairs, plan.interleaved), (False, False)
+    forms = (plan.paired, plan.interleaved), (False, False)
     for (module, key), (gated, interleaved) in zip(owners, forms, strict=True):
         parameter = module._parameters[key]
         assert parameter is not None

@@ -95,10 +95,9 @@ def kind_of(config: Config, index: int) -> str | None:
 
 def window_of(config: Config, attention: nn.Module, index: int) -> int:
     """Return how many keys to the left a layer sees, the own one not counted; -1: all."""
-    kinds = config.get("layer_types")
-    window = config.get("sliding_window")
-    if kinds is not None and index < len(kinds):
-        if kinds[index] != "sliding_attention":
+    kind, window = kind_of(config, index), config.get("sliding_window")
+    if kind is not None:
+        if kind != "sliding_attention":
             return -1
     elif getattr(attention, "attention_type", None) in ("local", "global"):  # GPT-Neo
         window = config.get("window_size") if attention.attention_type == "local" else None

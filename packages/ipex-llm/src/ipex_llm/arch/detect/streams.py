@@ -15,6 +15,7 @@ from torch import nn
 from ipex_llm.arch import (
     ConnectionPlan,
     LayerPlan,
+    LayerStreams,
     LowRankPlan,
     StreamEndsPlan,
     StreamsPlan,
@@ -246,14 +247,14 @@ def layer_with_connections(
     return dataclasses.replace(plan, mlp_norm=match_norm(trace, norm), streams=(found[0], found[1]))
 
 
-def first_stream(x: Tensor, streams: object) -> Tensor:
+def first_stream(x: Tensor, streams: LayerStreams | None) -> Tensor:
     """Return the first stream ``[T, hidden]`` of what a layer reads or gives; `streams` are of its plan."""
     one = x if streams is None else x[:, :, 0] if isinstance(streams, tuple) else x[0]
     return one.reshape(-1, x.shape[-1])
 
 
 def match_ends(
-    trace: Trace, others: list[nn.Module], layers: nn.ModuleList, plan: Any
+    trace: Trace, others: list[nn.Module], layers: nn.ModuleList, plan: LayerStreams
 ) -> tuple[StreamEndsPlan | ConnectionPlan, Tensor]:
     """Return how streams begin and end, and what the last norm reads; `plan` are the streams of a layer.
 
