@@ -8,6 +8,7 @@ A test counts for a level if it is parametrized with one (parameter ``level`` or
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,12 @@ def no_code_generation(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
         )
 
     monkeypatch.setattr("ipex_core.compile_backend._inductor", interpreted)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking at all tests and imported modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def levels() -> list[str]:

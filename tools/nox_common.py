@@ -77,6 +77,8 @@ def prepare(session: nox.Session) -> None:
     session.env["PIP_CONSTRAINT"] = CONSTRAINTS.as_uri()
     session.env["PIP_BUILD_CONSTRAINT"] = CONSTRAINTS.as_uri()
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    # Python compiles what it imports; all of torch, sympy and transformers takes most of an installation.
+    session.env["PIP_COMPILE"] = "0"
     # The time stamp in archives: 2020-02-02, hatchling's own, so that the same sources give the same bytes.
     session.env.setdefault("SOURCE_DATE_EPOCH", os.environ.get("SOURCE_DATE_EPOCH", "1580601600"))
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

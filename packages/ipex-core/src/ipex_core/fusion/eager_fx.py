@@ -30,7 +30,7 @@ from ipex_core.nn import OptimizedLinear, functional
 from ipex_core.nn.layers import IDENTITY_DROPOUTS
 from ipex_core.nn.merged_linear import linears, may_merge, merge
 from ipex_core.util import quiet
-from ipex_core.util.symbolic import Tracer, names_in
+from ipex_core.util.symbolic import Recordings, Tracer, names_in
 
 __all__ = [
     "Rewriter",
@@ -201,8 +201,8 @@ class _Tracer(Tracer):
     proxy_buffer_attributes = True
     stand_in = _StandIn
 
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
+    def __init__(self, names: list[str], recordings: Recordings | None) -> None:
+        super().__init__(recordings)
         self._names = names
         self.entered: list[str] = []
 
@@ -241,8 +241,14 @@ def _required_arguments(module: nn.Module) -> list[str]:
     return names[1:]
 
 
-def trace(module: nn.Module) -> tuple[fx.Graph, list[str], list[str]]:
+def trace(
+    module: nn.Module, recordings: Recordings | None = None
+) -> tuple[fx.Graph, list[str], list[str]]:
     """Trace the forward of one module.
+
+    Args:
+        module: The module.
+        recordings: What traces of the same pass have in common.
 
     Returns:
         The graph, the names of its arguments and the children that were looked into.
@@ -252,7 +258,7 @@ def trace(module: nn.Module) -> tuple[fx.Graph, list[str], list[str]]:
             requires a keyword-only argument.
     """
     names = _required_arguments(module)
-    tracer = _Tracer(names)
+    tracer = _Tracer(names, recordings)
     try:
         with untouched(module, strict=True) as changed:
             graph = tracer.trace(module)

@@ -53,18 +53,25 @@ def _refuse(thread: int, module: nn.Module, compiled: Any, *args: Any, **kwargs:
     )
 
 
+#: Class -> its forward, and the methods that it calls, as a trace runs them.
+Recordings = dict[type[nn.Module], tuple[Any, dict[str, Any]]]
+
+
 class Tracer(fx.Tracer):
     """`torch.fx.Tracer` for modules, without its patches; models of other threads run as usual.
 
     The traced module itself must not be called by other threads meanwhile.
+
+    Args:
+        recordings: Filled by this trace; later ones, before anybody changes a function, need not do that work again.
     """
 
     #: The class of stand-ins.
     stand_in: type[fx.Proxy] = fx.Proxy
 
-    def __init__(self) -> None:
+    def __init__(self, recordings: Recordings | None = None) -> None:
         super().__init__()
-        self._recordings: dict[type[nn.Module], tuple[Any, dict[str, Any]]] = {}
+        self._recordings: Recordings = {} if recordings is None else recordings
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Return the stand-in for a node."""
@@ -221,6 +228,11 @@ class _Recording:
 
     def _reach(self, forward: types.FunctionType) -> list[types.FunctionType]:
         todo, reached = [forward], dict[types.FunctionType, None]()
+        own = {
+            name: value
+            for kind in reversed(self._kind.__mro__)
+            for name, value in vars(kind).items()
+        }
         while todo and len(reached) < _MOST_FUNCTIONS:
             function = todo.pop()
             if function in reached or (function.__module__ or "").split(".")[0] == "torch":
@@ -229,7 +241,7 @@ class _Recording:
             found = [_content(cell) for cell in function.__closure__ or ()]
             for name in names_in(function.__code__):
                 found.append(function.__globals__.get(name))
-                method = inspect.getattr_static(self._kind, name, None)
+                method = own.get(name)
                 if isinstance(method, types.FunctionType) and not hasattr(nn.Module, name):
                     self._methods[name] = method
                     found.append(method)

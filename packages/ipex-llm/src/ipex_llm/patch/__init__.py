@@ -62,13 +62,23 @@ def optimize_rest(
     dtype: torch.dtype | None,
     layers: Sequence[Found],
     plan: DecoderPlan | PairPlan | None = None,
+    fuse: bool = True,
 ) -> None:
-    """Let `ipex_core.optimize` work on a model, but for packing the linear layers that plans pack side by side."""
+    """Let `ipex_core.optimize` work on a model, but for packing the linear layers that plans pack side by side.
+
+    Args:
+        model: The model.
+        dtype: That it gets.
+        layers: Its layers, for plans of single ones.
+        plan: The plan of the whole.
+        fuse: Whether the forwards of its modules are fused, too, which a call of the plan does not run.
+    """
     modules = [*linear_modules((plan, *(layer.plan for layer in layers)))]
     for module in modules:
         update_core(module, packed_later=True)
     try:
-        ipex_core.optimize(model, dtype=dtype, inplace=True)
+        level = "O1" if fuse else "O0"
+        ipex_core.optimize(model, dtype=dtype, inplace=True, level=level, weights_prepack=True)
     finally:
         for module in modules:
             update_core(module, packed_later=None)

@@ -29,7 +29,7 @@ from ipex_core.nn.layers import (
 )
 from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
-from ipex_core.util.symbolic import Tracer
+from ipex_core.util.symbolic import Recordings, Tracer
 
 __all__ = [
     "ConvBatchNorm",
@@ -186,17 +186,20 @@ class Fuse(Pass):
 
     def apply(self, context: Context) -> None:
         """Rewrite the forward of each module in which something matches."""
+        recordings: Recordings = {}
         for path, module in context.modules():
             library = type(module).__module__.startswith(("torch.nn", "ipex_core.nn"))
             # A layer with `fused` is one op, and may pack its weight when it is traced.
             done = hasattr(type(module), "fused") or "forward" in module.__dict__
             if done or (library and type(module) is not nn.Sequential):
                 continue
-            self._module(context, path, module)
+            self._module(context, path, module, recordings)
 
-    def _module(self, context: Context, path: str, module: nn.Module) -> None:
+    def _module(
+        self, context: Context, path: str, module: nn.Module, recordings: Recordings
+    ) -> None:
         try:
-            graph, names, entered = trace(module)
+            graph, names, entered = trace(module, recordings)
         except Exception as error:
             if any(isinstance(c, (nn.Linear, nn.LayerNorm)) for c in module.children()):
                 first = (str(error).splitlines() or [type(error).__name__])[0]

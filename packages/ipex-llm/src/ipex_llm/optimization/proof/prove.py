@@ -235,7 +235,7 @@ def small_copy(model: nn.Module) -> nn.Module | None:
         return None
     try:
         with torch.no_grad(), silence(), own_threads(1):
-            return _Case(*subject, half=False, limited=False).stock
+            return _Case(*subject, limited=False).stock
     except _Failed:
         return None
 
@@ -243,9 +243,9 @@ def small_copy(model: nn.Module) -> nn.Module | None:
 class _Case:
     """A small copy and what its stock forward answers."""
 
-    def __init__(self, kind: type, config: Any, half: bool, limited: bool) -> None:
+    def __init__(self, kind: type, config: Any, limited: bool) -> None:
         self.started = time.thread_time()
-        self.limited, self.half = limited, half
+        self.limited = limited
         self.kinds = kinds_of_layers(config)
         self.chosen = chosen_layers(config)
         self.stock = self._make(kind, config)
@@ -404,31 +404,41 @@ def _run(
     return calls
 
 
-def _stack(case: _Case) -> Verdict:
+def _with_programs(
+    case: _Case, calls: frozenset[str], dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Return a copy that runs its whole plan, but for calls that run the stock forward."""
     from ipex_llm.patch import attach_decoder, find_plan, optimize_rest
 
-    def make(calls: frozenset[str], dtype: torch.dtype = torch.float32) -> nn.Module:
-        fast = copy.deepcopy(case.stock)
-        plan, reason = find_plan(fast)
-        if plan is None:
-            raise _Failed(f"its small copy is not understood: {reason}")
-        plan = dataclasses.replace(plan, stock_calls=calls)
-        optimize_rest(fast, dtype, [], plan)
-        reason = attach_decoder(fast, plan, None)
-        if reason is not None:
-            raise _Failed(reason)
-        return fast
+    fast = copy.deepcopy(case.stock)
+    plan, reason = find_plan(fast)
+    if plan is None:
+        raise _Failed(f"its small copy is not understood: {reason}")
+    plan = dataclasses.replace(plan, stock_calls=calls)
+    optimize_rest(fast, dtype, [], plan, fuse=False)
+    reason = attach_decoder(fast, plan, None)
+    if reason is not None:
+        raise _Failed(reason)
+    return fast
 
+
+def _stack(case: _Case) -> Verdict:
     from ipex_llm.arch.detect import match
 
     plan: DecoderPlan = match(case.stock)
     loop = hasattr(case.stock, "generate") and plan.head is not None
     texts = _texts(case, plan.layers)
+    make = partial(_with_programs, case)
     calls = _run(case, make, texts, loop, plan.has_states, bool(plan.pictures))
-    if case.half and (why := case.check_half(make(calls, torch.bfloat16))):
-        raise _Failed(why)
     keys = frozenset(_key(case, at, one) for at, one in zip(plan.places, plan.layers, strict=True))
     return Verdict(keys, calls)
+
+
+def _half_stack(case: _Case, verdict: Verdict) -> Verdict:
+    """Return what of a verdict holds in bfloat16."""
+    if why := case.check_half(_with_programs(case, verdict.calls, torch.bfloat16)):
+        raise _Failed(why)
+    return verdict
 
 
 def _key(case: _Case, index: int, plan: LayerPlan) -> Key:
@@ -436,48 +446,76 @@ def _key(case: _Case, index: int, plan: LayerPlan) -> Key:
     return layer_key(case.kinds, real, plan)
 
 
-def _layers(case: _Case) -> Verdict:
+def _keys(case: _Case) -> list[Key | None]:
+    """Return the kind of each layer; None where a layer is not understood."""
+    from ipex_llm.arch.detect import layer_plans
+
+    return [
+        None if layer.plan is None else _key(case, index, layer.plan)
+        for index, layer in enumerate(layer_plans(case.stock))
+    ]
+
+
+def _with_layers(
+    case: _Case, wanted: frozenset[Key], dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Return a copy whose layers of the wanted kinds run their plans."""
     from ipex_llm.arch.detect import layer_plans
     from ipex_llm.patch import attach_layers, optimize_rest
 
-    found = layer_plans(case.stock)
-    keys = [
-        None if layer.plan is None else _key(case, index, layer.plan)
-        for index, layer in enumerate(found)
+    fast = copy.deepcopy(case.stock)
+    layers = [
+        layer if key in wanted else layer.without("not this one")
+        for layer, key in zip(layer_plans(fast), _keys(case), strict=True)
     ]
+    optimize_rest(fast, dtype, layers)
+    attach_layers(fast, layers)
+    return fast
 
-    def make(wanted: frozenset[Key | None], dtype: torch.dtype = torch.float32) -> nn.Module:
-        fast = copy.deepcopy(case.stock)
-        layers = [
-            layer if key in wanted else layer.without("not this one")
-            for layer, key in zip(layer_plans(fast), keys, strict=True)
-        ]
-        optimize_rest(fast, dtype, layers)
-        attach_layers(fast, layers)
-        return fast
 
-    every = frozenset(key for key in keys if key is not None)
-    if not every:
-        return Verdict(every, reason="its small copy has no layer that is understood")
-    plans = [layer.plan for layer in found if layer.plan is not None]
-    texts = _texts(case, plans)
+def _working(every: frozenset[Key], why_not: Callable[[frozenset[Key]], str]) -> Verdict:
+    """Return which kinds of layers work, alone and together.
 
-    def works(wanted: frozenset[Key | None]) -> str:
-        fast = make(wanted)
-        for probe in probes(case.config, case.reach, case.positions(), texts, False):
-            if why := case.check(fast, probe):
-                return why
-        return case.check_half(make(wanted, torch.bfloat16)) if case.half else ""
-
-    reason = works(every)  # type: ignore[arg-type]
+    Args:
+        every: All kinds.
+        why_not: Returns why some of them do not work together, or an empty text.
+    """
+    reason = why_not(every)
     if not reason:
         return Verdict(every)
     if len(every) == 1:
         return Verdict(frozenset(), reason=reason)
-    good = frozenset(key for key in sorted(every, key=str) if not works(frozenset({key})))
-    if good and (why := works(good)):  # type: ignore[arg-type]
+    good = frozenset(key for key in sorted(every, key=str) if not why_not(frozenset({key})))
+    if good and (why := why_not(good)):
         return Verdict(frozenset(), reason=why)
     return Verdict(good, reason=reason)
+
+
+def _layers(case: _Case) -> Verdict:
+    from ipex_llm.arch.detect import layer_plans
+
+    every = frozenset(key for key in _keys(case) if key is not None)
+    if not every:
+        return Verdict(every, reason="its small copy has no layer that is understood")
+    texts = _texts(case, [one.plan for one in layer_plans(case.stock) if one.plan is not None])
+
+    def why_not(wanted: frozenset[Key]) -> str:
+        fast = _with_layers(case, wanted)
+        for probe in probes(case.config, case.reach, case.positions(), texts, False):
+            if why := case.check(fast, probe):
+                return why
+        return ""
+
+    return _working(every, why_not)
+
+
+def _half_layers(case: _Case, verdict: Verdict) -> Verdict:
+    """Return what of a verdict holds in bfloat16."""
+    half = _working(
+        verdict.keys,
+        lambda wanted: case.check_half(_with_layers(case, wanted, torch.bfloat16)),
+    )
+    return dataclasses.replace(half, reason=half.reason or verdict.reason)
 
 
 def _verdict(
@@ -487,24 +525,26 @@ def _verdict(
     if subject is None:
         return Verdict(frozenset(), reason="it has no class and configuration of its own"), ()
     kind, config = subject
-    half = dtype in (torch.bfloat16, torch.float16)
-    attention = getattr(config, "_attn_implementation", None)
-    known = (kind, _text(config), half, attention, whole)
-    kinds = kinds_of_layers(config)
-    verdict = _known.get(known)
-    if verdict is None:
+    known = (kind, _text(config), getattr(config, "_attn_implementation", None), whole)
+    # What is compared in float32 holds for the other dtypes too, which ask for a little more.
+    floats, halves = (*known, False), (*known, True)
+    wanted = halves if dtype in (torch.bfloat16, torch.float16) else floats
+    if wanted not in _known:
         began = time.perf_counter()
         try:
             with torch.no_grad(), silence(), own_threads(1):
-                case = _Case(kind, config, half, limited)
-                verdict = _stack(case) if whole else _layers(case)
-        except _Failed as error:
-            verdict = Verdict(frozenset(), reason=str(error))
-        except ValueError as error:  # a MatchError of the small copy
-            verdict = Verdict(frozenset(), reason=f"its small copy: {error}")
+                case = _Case(kind, config, limited)
+                if floats not in _known:
+                    _known[floats] = _stack(case) if whole else _layers(case)
+                if wanted is halves:
+                    more = _half_stack if whole else _half_layers
+                    found = _known[floats]
+                    _known[halves] = more(case, found) if found.keys else found
+        except (_Failed, ValueError) as error:  # ValueError: a MatchError of the small copy
+            own = "" if isinstance(error, _Failed) else "its small copy: "
+            _known[wanted] = Verdict(frozenset(), reason=f"{own}{error}")
         logger.debug("proof of %s: %.2f s", kind.__name__, time.perf_counter() - began)
-        _known[known] = verdict
-    return verdict, kinds
+    return _known[wanted], kinds_of_layers(config)
 
 
 def prove_stack(
