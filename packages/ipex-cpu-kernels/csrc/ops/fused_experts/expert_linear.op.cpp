@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A linear layer of each expert that a token goes to: the second product of fused_experts alone.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -20,9 +19,6 @@ namespace {
 
 const char* const kOp = "expert_linear";
 const auto down_kernels = IPEX_KERNELS("expert_linear", experts_down);
-
-// Rows of the result that a task takes at most: its sums stay in the L2 cache.
-constexpr int64_t kRowsOfTask = 1024;
 
 void check(const Tensor& x, const Tensor& packed, const Tensor& ids, int64_t n,
            const OptionalTensor& weights, bool quantized) {
@@ -127,33 +123,14 @@ Tensor expert_linear(const Tensor& x, const Tensor& packed_weight, const Tensor&
   if (quantized) {
     Rows places = rows;
     places.rows = result;
-    run_woq(args, jobs, places, x.scalar_type(), compute);
+    run_woq(kOp, args, jobs, places, x.scalar_type(), compute);
     return y;
   }
 
-  bool many = false;
-  for (const ExpertJob& job : jobs) many = many || job.rows >= kComputeBound;
-  const bool limited = many && uses_tiles(x.scalar_type());
-  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  const int64_t panels = ceil_div(n, kPackedPanel);
-  const int64_t block = std::min(result, kRowsOfTask), blocks = ceil_div(result, block);
-  // Two panels at a time are faster where there are many rows; single ones spread better.
-  const int64_t step = !many && blocks * panels < 8 * threads ? 1 : 2;
-  const int64_t chunks = ceil_div(panels, step);
-  const int64_t bytes = block * 2 * kPackedPanel * static_cast<int64_t>(sizeof(float));
-  std::atomic<bool> no_memory{false};
+  const bool many = has_many_rows(jobs), limited = many && uses_tiles(x.scalar_type());
   down_kernels.visit(x.scalar_type(), [&]<class>(auto* down) {
-    run_workers(blocks * chunks, total * k * n, limited, [&](const auto& next) {
-      auto* memory = reinterpret_cast<float*>(Scratch<Area::kExpertsTask>::get(bytes));
-      if (!memory) no_memory = true;
-      for (int64_t t; (t = next()) < blocks * chunks && memory;) {
-        const int64_t row = t / chunks * block, panel = t % chunks * step;
-        down(&args, row, std::min(result, row + block), panel, std::min(panels, panel + step),
-             memory);
-      }
-    });
+    run_down(kOp, down, args, result, total * k * n, many, limited);
   });
-  IPEX_CHECK(!no_memory, kOp, ": out of memory");
   return y;
 }
 

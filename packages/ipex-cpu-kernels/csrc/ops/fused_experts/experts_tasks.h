@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the first product of the experts is cut into tasks. For glue only.
+// How the products of the experts are cut into tasks. For glue only.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "fused_experts/fused_experts.h"
 #include "ipex/glue/dispatch.h"
+#include "ipex/glue/gemm_schedule.h"
 #include "linear/packed.h"
 #include "runtime/scratch.h"
 
@@ -19,6 +21,9 @@ inline constexpr int64_t kRowBlock = 192;
 inline constexpr int64_t kTaskBytes = 768 * 1024;
 // Rows of an expert up to which that is so.
 inline constexpr int64_t kFewRows = 16;
+// Rows of the result that a task of the second product takes at most: its sums stay in the L2
+// cache.
+inline constexpr int64_t kSumRows = 1024;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -111,5 +116,34 @@ class Gather {
   size_t job_ = 0;
   int64_t row_ = 0;
 };
+
+// Whether an expert has so many rows that arithmetic is what takes time.
+inline bool has_many_rows(const std::vector<ExpertJob>& jobs) {
+  return std::any_of(jobs.begin(), jobs.end(),
+                     [](const ExpertJob& job) { return job.rows >= kComputeBound; });
+}
+
+// The second products of all jobs, added up to `rows` rows of the result.
+template <class Down>
+void run_down(const char* op, Down* down, const ExpertsArgs& args, int64_t rows, int64_t work,
+              bool many, bool limited) {
+  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t panels = ceil_div(args.hidden, kPackedPanel);
+  const int64_t block = std::min(rows, kSumRows), blocks = ceil_div(rows, block);
+  // Two panels at a time are faster where there are many rows; single ones spread better.
+  const int64_t step = !many && blocks * panels < 8 * threads ? 1 : 2;
+  const int64_t chunks = ceil_div(panels, step);
+  const int64_t bytes = block * 2 * kPackedPanel * static_cast<int64_t>(sizeof(float));
+  std::atomic<bool> no_memory{false};
+  run_workers(blocks * chunks, work, limited, [&](const auto& next) {
+    auto* sums = reinterpret_cast<float*>(Scratch<Area::kExpertsTask>::get(bytes));
+    if (!sums) no_memory = true;
+    for (int64_t t; (t = next()) < blocks * chunks && sums;) {
+      const int64_t row = t / chunks * block, panel = t % chunks * step;
+      down(&args, row, std::min(rows, row + block), panel, std::min(panels, panel + step), sums);
+    }
+  });
+  IPEX_CHECK(!no_memory, op, ": out of memory");
+}
 
 }  // namespace ipex

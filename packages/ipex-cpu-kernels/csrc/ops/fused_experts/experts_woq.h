@@ -144,9 +144,15 @@ inline std::vector<float> bias_as_float(const void* bias, ScalarType dtype, int6
 
 class WoqExperts {
  public:
-  WoqExperts(const ExpertsArgs& args, const std::vector<ExpertJob>& jobs, const Rows& x,
-             ScalarType dtype, WoqCompute compute)
-      : args_(args), jobs_(jobs), x_(x), dtype_(dtype), ups_(jobs.size()), downs_(jobs.size()) {
+  WoqExperts(const char* op, const ExpertsArgs& args, const std::vector<ExpertJob>& jobs,
+             const Rows& x, ScalarType dtype, WoqCompute compute)
+      : op_(op),
+        args_(args),
+        jobs_(jobs),
+        x_(x),
+        dtype_(dtype),
+        ups_(jobs.size()),
+        downs_(jobs.size()) {
     // The last one is squared where it lies.
     constexpr Activation kNames[] = {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
                                      Activation::kSwigluOai, Activation::kRelu};
@@ -175,7 +181,7 @@ class WoqExperts {
       up.bias_is_f32 = true;
     }
     char* memory = Scratch<Area::kExpertsWoq>::get(std::max<int64_t>(64, bytes));
-    IPEX_CHECK(memory, kWoqOp, ": out of memory");
+    IPEX_CHECK(memory, op_, ": out of memory");
     for (size_t j = 0; j < jobs.size(); ++j) {
       const ExpertJob& job = jobs[j];
       downs_[j].memory = memory;
@@ -218,7 +224,7 @@ class WoqExperts {
       each_job(grain, [&](size_t j) { downs_[j].prepare(prepare, same_type_); });
     });
     second_product();
-    IPEX_CHECK(!no_memory_, kWoqOp, ": out of memory");
+    IPEX_CHECK(!no_memory_, op_, ": out of memory");
   }
 
  private:
@@ -296,7 +302,7 @@ class WoqExperts {
 
   void second_product() {
     const int64_t hidden = args_.hidden, tokens = x_.rows;
-    const int64_t block = std::min(tokens, kTokenBlockWoq), blocks = ceil_div(tokens, block);
+    const int64_t block = std::min(tokens, kSumRows), blocks = ceil_div(tokens, block);
     const int64_t pairs = ceil_div(hidden, 2 * kPackedPanel);
     // An expert can have a token several times.
     const int64_t rows = std::min(most_rows_, kWoqRows);
@@ -358,8 +364,7 @@ class WoqExperts {
     return found;
   }
 
-  static constexpr int64_t kTokenBlockWoq = 1024;
-
+  const char* op_;
   const ExpertsArgs& args_;
   const std::vector<ExpertJob>& jobs_;
   const Rows& x_;
@@ -371,9 +376,9 @@ class WoqExperts {
   std::atomic<bool> no_memory_{false};
 };
 
-void run_woq(const ExpertsArgs& args, const std::vector<ExpertJob>& jobs, const Rows& x,
-             ScalarType dtype, WoqCompute compute) {
-  WoqExperts(args, jobs, x, dtype, compute).run();
+void run_woq(const char* op, const ExpertsArgs& args, const std::vector<ExpertJob>& jobs,
+             const Rows& x, ScalarType dtype, WoqCompute compute) {
+  WoqExperts(op, args, jobs, x, dtype, compute).run();
 }
 
 }  // namespace

@@ -21,8 +21,6 @@ const char* const kOp = "fused_experts";
 const auto up_kernels = IPEX_KERNELS("fused_experts", experts_up);
 const auto down_kernels = IPEX_KERNELS("fused_experts", experts_down);
 
-// Tokens that a task of the second product takes at most: its sums stay in the L2 cache.
-constexpr int64_t kTokenBlock = 1024;
 ExpertActivation parse_activation(const std::string& name) {
   if (name == "silu") return ExpertActivation::kSilu;
   if (name == "gelu") return ExpertActivation::kGelu;
@@ -231,13 +229,11 @@ class Jobs {
 template <class T, class Up, class Down>
 void run(const ExpertsArgs& args, const std::vector<ExpertJob>& jobs, const Rows& x, Up* up,
          Down* down) {
-  const auto threads = static_cast<int64_t>(torch::stable::get_num_threads());
-  const int64_t hidden = args.hidden, tokens = x.rows;
+  const int64_t hidden = args.hidden;
   const int64_t panel_bytes = hidden * kPackedPanel * static_cast<int64_t>(sizeof(T));
   const bool gated = is_gated(args.activation);
   const UpTasks tasks(jobs, (gated ? 2 : 1) * panel_bytes);
-  bool many = false;
-  for (const ExpertJob& job : jobs) many = many || job.rows >= kComputeBound;
+  const bool many = has_many_rows(jobs);
   constexpr bool kTiles = std::is_same_v<T, BFloat16>;
   const bool limited = kTiles && many && uses_tiles(ScalarType::BFloat16);
   std::atomic<bool> no_memory{false};
@@ -255,23 +251,7 @@ void run(const ExpertsArgs& args, const std::vector<ExpertJob>& jobs, const Rows
         }
       });
   IPEX_CHECK(!no_memory, kOp, ": out of memory");
-
-  const int64_t panels = ceil_div(hidden, kPackedPanel);
-  const int64_t block = std::min(tokens, kTokenBlock), blocks = ceil_div(tokens, block);
-  // Two panels at a time are faster where there are many rows; single ones spread better.
-  const int64_t step = !many && blocks * panels < 8 * threads ? 1 : 2;
-  const int64_t chunks = ceil_div(panels, step);
-  const int64_t bytes = block * 2 * kPackedPanel * static_cast<int64_t>(sizeof(float));
-  run_workers(blocks * chunks, tasks.work() * hidden, limited, [&](const auto& next) {
-    auto* sums = reinterpret_cast<float*>(Scratch<Area::kExpertsTask>::get(bytes));
-    if (!sums) no_memory = true;
-    for (int64_t t; (t = next()) < blocks * chunks && sums;) {
-      const int64_t token = t / chunks * block, panel = t % chunks * step;
-      down(&args, token, std::min(tokens, token + block), panel, std::min(panels, panel + step),
-           sums);
-    }
-  });
-  IPEX_CHECK(!no_memory, kOp, ": out of memory");
+  run_down(kOp, down, args, x.rows, tasks.work() * hidden, many, limited);
 }
 
 Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
@@ -329,7 +309,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2,
   args.w2_bias_is_f32 = bias2 && bias2->scalar_type() == ScalarType::Float;
   const Rows rows = as_rows(x);
   if (quantized) {
-    run_woq(args, jobs.list, rows, x.scalar_type(), compute);
+    run_woq(kOp, args, jobs.list, rows, x.scalar_type(), compute);
     return y;
   }
   up_kernels.visit(x.scalar_type(), [&]<class T>(auto* up) {
