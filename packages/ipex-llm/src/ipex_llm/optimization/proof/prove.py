@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -280,6 +280,21 @@ class _Case:
                 return value
         return POSITIONS
 
+    def key(self, index: int, plan: LayerPlan) -> Key:
+        """Return the kind of a layer."""
+        real = self.chosen[index] if index < len(self.chosen) else len(self.kinds)
+        return layer_key(self.kinds, real, plan)
+
+    @cached_property
+    def keys(self) -> list[Key | None]:
+        """The kind of each layer; None where a layer is not understood."""
+        from ipex_llm.arch.detect import layer_plans
+
+        return [
+            None if layer.plan is None else self.key(index, layer.plan)
+            for index, layer in enumerate(layer_plans(self.stock))
+        ]
+
     def answer(self, probe: Probe) -> list[torch.Tensor] | None:
         """Return what the stock forward answers; None if it raises."""
         if probe.name not in self.answers:
@@ -430,7 +445,7 @@ def _stack(case: _Case) -> Verdict:
     texts = _texts(case, plan.layers)
     make = partial(_with_programs, case)
     calls = _run(case, make, texts, loop, plan.has_states, bool(plan.pictures))
-    keys = frozenset(_key(case, at, one) for at, one in zip(plan.places, plan.layers, strict=True))
+    keys = frozenset(case.key(at, one) for at, one in zip(plan.places, plan.layers, strict=True))
     return Verdict(keys, calls)
 
 
@@ -439,21 +454,6 @@ def _half_stack(case: _Case, verdict: Verdict) -> Verdict:
     if why := case.check_half(_with_programs(case, verdict.calls, torch.bfloat16)):
         raise _Failed(why)
     return verdict
-
-
-def _key(case: _Case, index: int, plan: LayerPlan) -> Key:
-    real = case.chosen[index] if index < len(case.chosen) else len(case.kinds)
-    return layer_key(case.kinds, real, plan)
-
-
-def _keys(case: _Case) -> list[Key | None]:
-    """Return the kind of each layer; None where a layer is not understood."""
-    from ipex_llm.arch.detect import layer_plans
-
-    return [
-        None if layer.plan is None else _key(case, index, layer.plan)
-        for index, layer in enumerate(layer_plans(case.stock))
-    ]
 
 
 def _with_layers(
@@ -466,7 +466,7 @@ def _with_layers(
     fast = copy.deepcopy(case.stock)
     layers = [
         layer if key in wanted else layer.without("not this one")
-        for layer, key in zip(layer_plans(fast), _keys(case), strict=True)
+        for layer, key in zip(layer_plans(fast), case.keys, strict=True)
     ]
     optimize_rest(fast, dtype, layers)
     attach_layers(fast, layers)
@@ -494,7 +494,7 @@ def _working(every: frozenset[Key], why_not: Callable[[frozenset[Key]], str]) ->
 def _layers(case: _Case) -> Verdict:
     from ipex_llm.arch.detect import layer_plans
 
-    every = frozenset(key for key in _keys(case) if key is not None)
+    every = frozenset(key for key in case.keys if key is not None)
     if not every:
         return Verdict(every, reason="its small copy has no layer that is understood")
     texts = _texts(case, [one.plan for one in layer_plans(case.stock) if one.plan is not None])
