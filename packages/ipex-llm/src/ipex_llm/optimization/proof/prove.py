@@ -286,14 +286,16 @@ class _Case:
         return layer_key(self.kinds, real, plan)
 
     @cached_property
-    def keys(self) -> list[Key | None]:
-        """The kind of each layer; None where a layer is not understood."""
+    def plans(self) -> list[LayerPlan | None]:
+        """The plan of each layer alone; None where a layer is not understood."""
         from ipex_llm.arch.detect import layer_plans
 
-        return [
-            None if layer.plan is None else self.key(index, layer.plan)
-            for index, layer in enumerate(layer_plans(self.stock))
-        ]
+        return [layer.plan for layer in layer_plans(self.stock)]
+
+    @cached_property
+    def keys(self) -> list[Key | None]:
+        """The kind of each layer; None where a layer is not understood."""
+        return [None if plan is None else self.key(at, plan) for at, plan in enumerate(self.plans)]
 
     def answer(self, probe: Probe) -> list[torch.Tensor] | None:
         """Return what the stock forward answers; None if it raises."""
@@ -492,12 +494,10 @@ def _working(every: frozenset[Key], why_not: Callable[[frozenset[Key]], str]) ->
 
 
 def _layers(case: _Case) -> Verdict:
-    from ipex_llm.arch.detect import layer_plans
-
     every = frozenset(key for key in case.keys if key is not None)
     if not every:
         return Verdict(every, reason="its small copy has no layer that is understood")
-    texts = _texts(case, [one.plan for one in layer_plans(case.stock) if one.plan is not None])
+    texts = _texts(case, [plan for plan in case.plans if plan is not None])
 
     def why_not(wanted: frozenset[Key]) -> str:
         fast = _with_layers(case, wanted)
@@ -543,6 +543,7 @@ def _verdict(
         except (_Failed, ValueError) as error:  # ValueError: a MatchError of the small copy
             own = "" if isinstance(error, _Failed) else "its small copy: "
             _known[wanted] = Verdict(frozenset(), reason=f"{own}{error}")
+            _known.setdefault(floats, _known[wanted])
         logger.debug("proof of %s: %.2f s", kind.__name__, time.perf_counter() - began)
     return _known[wanted], kinds_of_layers(config)
 
