@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parent / "packages" / "ipex-cpu-kernels"
 TABLE = PACKAGE / "cmake" / "IsaLevels.cmake"
 PARAMETERS = ("level", "isa", "isa_level")
 PROPERTY = "isa_level"
+SLOW = Path(__file__).parent / "tests" / "data" / "slow_tests.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -107,9 +108,21 @@ def levels() -> list[str]:
     return [*generate_isa.levels()]
 
 
+def slow_tests() -> dict[str, list[str]]:
+    """Return what the list of slow tests says: test or case -> parts of the names of cases that are not slow."""
+    lines = SLOW.read_text(encoding="utf-8").splitlines() if SLOW.exists() else []
+    return {
+        name: kept for name, *kept in (line.split() for line in lines if line and line[0] != "#")
+    }
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    known = set(levels())
+    known, slow = set(levels()), slow_tests()
     for item in items:
+        name, _, case = item.nodeid.partition("[")
+        if item.nodeid in slow or (name in slow and not any(part in case for part in slow[name])):
+            item.add_marker("slow")
         callspec = getattr(item, "callspec", None)
         if callspec is None or not item.path.is_relative_to(PACKAGE):
             continue

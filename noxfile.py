@@ -30,14 +30,14 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(requires=["wheels_tests", "wheels_xpu"])
 def tests(session: nox.Session) -> None:
-    """Run all tests, of each package and across packages, from built wheels."""
-    common.prepare(session)
-    tools = (*common.TEST_TOOLS, *common.SERVE_TOOLS, *common.SMALL_TOOLS, "nox")
-    common.install_wheels(session, common.PACKAGES, *tools, extras="[demo]")
-    session.env["IPEX_TEST_WHEELS"] = str(common.DIST)
-    session.run("ipex", "doctor")
-    session.run("pytest", *common.WORKERS, *session.posargs, env=common.WORKER_ENV)
-    nox_tests.test_xpu(session)
+    """Run the tests of each package and across packages from built wheels, all but those marked slow."""
+    nox_tests.test_all(session)
+
+
+@nox.session(default=False, requires=["wheels_tests", "wheels_xpu"])
+def tests_slow(session: nox.Session) -> None:
+    """Run the tests marked slow, which `tests` leaves out: long ones, and cases that are like another."""
+    nox_tests.test_all(session, "-m", "slow")
 
 
 # The other sessions: each module registers its own, in the order in which `nox -l` lists them.

@@ -19,6 +19,7 @@ from nox_common import (
     PACKAGES,
     ROOT,
     SERVE_TOOLS,
+    SMALL_TOOLS,
     TEST_TOOLS,
     TRACES,
     WORKER_ENV,
@@ -38,7 +39,18 @@ def tests_xpu(session: nox.Session) -> None:
     test_xpu(session)
 
 
-def test_xpu(session: nox.Session) -> None:
+def test_all(session: nox.Session, *selected: str) -> None:
+    """Run the tests of all packages that pytest's options select."""
+    prepare(session)
+    tools = (*TEST_TOOLS, *SERVE_TOOLS, *SMALL_TOOLS, "nox")
+    install_wheels(session, PACKAGES, *tools, extras="[demo]")
+    session.env["IPEX_TEST_WHEELS"] = str(DIST)
+    session.run("ipex", "doctor")
+    session.run("pytest", *WORKERS, *selected, *session.posargs, env=WORKER_ENV)
+    test_xpu(session, *selected)
+
+
+def test_xpu(session: nox.Session, *selected: str) -> None:
     """Run the tests of the xpu device, in a process that has it from the start."""
     session.install(wheel(XPU, "[cpu-device,onednn]"), "expecttest")
     # 5: no test is selected by the arguments that are meant for the other packages.
@@ -48,6 +60,7 @@ def test_xpu(session: nox.Session) -> None:
         *WORKERS,
         # The files that take longest have few tests; in the order of their names they do not come last.
         "--no-loadscope-reorder",
+        *selected,
         *session.posargs,
         env={"IPEX_XPU_DEVICE": "cpu", **WORKER_ENV},
         success_codes=[0, 5],
