@@ -15,7 +15,7 @@ using c10::CachingAllocator::StatArray;
 using c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr std::size_t kRound = 512;  // bytes; also the alignment of what is handed out
-constexpr std::size_t kSmall = std::size_t{1} << 20;  // blocks up to here share segments
+constexpr std::size_t kSmallBlock = std::size_t{1} << 20;  // blocks up to here share segments
 constexpr std::size_t kSmallSegment = std::size_t{2} << 20;
 constexpr std::size_t kLargeSegment = std::size_t{20} << 20;
 constexpr std::size_t kMinLargeAlloc = std::size_t{10}
@@ -47,7 +47,7 @@ Block* BlockCache::allocate(std::size_t requested, c10::StreamId stream) {
   const std::lock_guard lock(mutex_);
   process_pending();
   const std::size_t size = std::max(kRound, (requested + kRound - 1) / kRound * kRound);
-  const bool small = size <= kSmall;
+  const bool small = size <= kSmallBlock;
   Block* block = take_cached(size, small, stream);
   if (block == nullptr) block = grow(size, small, stream, requested);
   split(block, size);
@@ -249,7 +249,7 @@ void BlockCache::out_of_memory(std::size_t requested) {
 
 void BlockCache::split(Block* block, std::size_t size) {
   const std::size_t rest = block->size - size;
-  if (rest < (block->small() ? kRound : kSmall + 1)) return;
+  if (rest < (block->small() ? kRound : kSmallBlock + 1)) return;
   auto* other = new Block;
   other->segment = block->segment;
   other->device = device_;

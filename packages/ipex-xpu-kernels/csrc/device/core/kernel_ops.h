@@ -108,6 +108,8 @@ inline constexpr std::int64_t kSmall = 16384;  // elements of the largest argume
 // fallback by the caller, only where the host works on the same memory and may do so.
 bool use_kernel(c10::DeviceIndex device, KernelSpeed speed, std::int64_t elements = kSmall);
 
+inline bool given(const std::optional<at::Tensor>& tensor) { return tensor && tensor->defined(); }
+
 // An index of a dimension, with that dimension's size and stride.
 struct Indexed {
   at::Tensor index;

@@ -71,7 +71,7 @@ void register_device() {
   register_hooks();
 }
 
-Device::Device(const std::string& request) {
+xpu::Device::Device(const std::string& request) {
   static std::atomic<bool> made{false};
   if (made.exchange(true))
     throw std::runtime_error(
@@ -97,7 +97,7 @@ Device::Device(const std::string& request) {
   register_ipex_kernels();
 }
 
-Device::~Device() {
+xpu::Device::~Device() {
   stop_autograd_threads();
   shutdown();
 }

@@ -35,6 +35,8 @@ int data_type(at::ScalarType type) {
   }
 }
 
+}  // namespace
+
 // Something to run, with memory of ours to work in, so that several streams can at once.
 struct Step {
   PrimitiveDescHandle desc;
@@ -50,8 +52,6 @@ struct Step {
       scratch_bytes = static_cast<std::int64_t>(library.memory_desc_get_size(scratch));
   }
 };
-
-}  // namespace
 
 struct Operand {
   int index;

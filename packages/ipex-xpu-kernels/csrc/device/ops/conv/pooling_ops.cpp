@@ -18,7 +18,7 @@ using Pair = std::array<int, 2>;
 
 // On the CPU device 1.3 to 1.9 of the host's rate for the forward pass of channels-first images,
 // 0.1 to 0.7 for all else.
-constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+constexpr KernelSpeed kPoolingSpeed = KernelSpeed::Slower;
 constexpr std::int64_t kMaxElements = std::numeric_limits<std::int32_t>::max();
 
 struct Pooling {
@@ -207,15 +207,16 @@ optional<Tensor> adaptive_avg_pool2d_backward(const Tensor& grad, const Tensor& 
 void register_pooling() {
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&max_pool2d_out, kSpeed>(aten, "max_pool2d_with_indices.out");
-  add_kernel<&max_pool2d_backward, kSpeed>(aten, "max_pool2d_with_indices_backward.grad_input");
-  add_kernel<&avg_pool2d_out, kSpeed>(aten, "avg_pool2d.out");
-  add_kernel<&avg_pool2d_backward, kSpeed>(aten, "avg_pool2d_backward.grad_input");
-  add_kernel<&adaptive_max_pool2d_out, kSpeed>(aten, "adaptive_max_pool2d.out");
-  add_kernel<&adaptive_max_pool2d_backward, kSpeed>(aten,
-                                                    "adaptive_max_pool2d_backward.grad_input");
-  add_kernel<&adaptive_avg_pool2d, kSpeed>(aten, "_adaptive_avg_pool2d");
-  add_kernel<&adaptive_avg_pool2d_backward, kSpeed>(aten, "_adaptive_avg_pool2d_backward");
+  add_kernel<&max_pool2d_out, kPoolingSpeed>(aten, "max_pool2d_with_indices.out");
+  add_kernel<&max_pool2d_backward, kPoolingSpeed>(aten,
+                                                  "max_pool2d_with_indices_backward.grad_input");
+  add_kernel<&avg_pool2d_out, kPoolingSpeed>(aten, "avg_pool2d.out");
+  add_kernel<&avg_pool2d_backward, kPoolingSpeed>(aten, "avg_pool2d_backward.grad_input");
+  add_kernel<&adaptive_max_pool2d_out, kPoolingSpeed>(aten, "adaptive_max_pool2d.out");
+  add_kernel<&adaptive_max_pool2d_backward, kPoolingSpeed>(
+      aten, "adaptive_max_pool2d_backward.grad_input");
+  add_kernel<&adaptive_avg_pool2d, kPoolingSpeed>(aten, "_adaptive_avg_pool2d");
+  add_kernel<&adaptive_avg_pool2d_backward, kPoolingSpeed>(aten, "_adaptive_avg_pool2d_backward");
 }
 
 }  // namespace ipex::xpu

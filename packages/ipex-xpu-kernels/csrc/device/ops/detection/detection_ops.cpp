@@ -16,7 +16,7 @@ using std::optional;
 
 // On the CPU device 0.2 (nms_mask) and 0.3 to 1 (roi_align) of the rate of the kernels for CPUs.
 // The gradient of roi_align has 0.8 to 1.4 of theirs.
-constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+constexpr KernelSpeed kDetectionSpeed = KernelSpeed::Slower;
 
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;  // of working memory
 
@@ -201,9 +201,9 @@ optional<Tensor> nms_mask(const Tensor& boxes, const Tensor& scores, double thre
 void register_detection() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&roi_align, kSpeed>(ours, "roi_align");
+  add_kernel<&roi_align, kDetectionSpeed>(ours, "roi_align");
   add_kernel<&roi_align_backward>(ours, "roi_align_backward");
-  add_kernel<&nms_mask, kSpeed>(ours, "nms_mask");
+  add_kernel<&nms_mask, kDetectionSpeed>(ours, "nms_mask");
 }
 
 }  // namespace ipex::xpu

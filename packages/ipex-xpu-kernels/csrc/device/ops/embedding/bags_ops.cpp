@@ -16,7 +16,7 @@ using at::TensorList;
 using std::optional;
 
 // On the CPU device 0.1 to 0.3 of the rate of the kernels for CPUs.
-constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+constexpr KernelSpeed kBagsSpeed = KernelSpeed::Slower;
 
 // The bags of all tables, as kernels read them.
 class Bags {
@@ -183,15 +183,15 @@ optional<FourTensors> embedding_bag(const Tensor& weight, const Tensor& indices,
 void register_bags() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&merged_forward, kSpeed>(ours, "merged_embeddingbag_forward");
-  add_kernel<&merged_cat_forward, kSpeed>(ours, "merged_embeddingbag_cat_forward");
+  add_kernel<&merged_forward, kBagsSpeed>(ours, "merged_embeddingbag_forward");
+  add_kernel<&merged_cat_forward, kBagsSpeed>(ours, "merged_embeddingbag_cat_forward");
 }
 
 void register_embedding_bag() {
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&embedding_bag, kSpeed>(aten, "_embedding_bag");
-  add_kernel<&embedding_bag, kSpeed>(aten, "_embedding_bag_forward_only");
+  add_kernel<&embedding_bag, kBagsSpeed>(aten, "_embedding_bag");
+  add_kernel<&embedding_bag, kBagsSpeed>(aten, "_embedding_bag_forward_only");
 }
 
 }  // namespace ipex::xpu

@@ -162,32 +162,32 @@ bool update(TensorList grads, TensorList weights, TensorList trails, TensorList 
   return true;
 }
 
-bool pools(std::string_view mode) { return mode == "sum" || mode == "mean"; }
+bool is_pooled(std::string_view mode) { return mode == "sum" || mode == "mean"; }
 
 bool sgd(TensorList grads, TensorList weights, TensorList trails, TensorList indices,
          TensorList offsets, TensorList factors, std::string_view mode, bool include_last_offset,
          double lr, double weight_decay) {
   const Lookups lookups{indices, offsets, factors, mode == "mean", include_last_offset};
-  return pools(mode) && update(grads, weights, trails, {}, lookups, lr, weight_decay);
+  return is_pooled(mode) && update(grads, weights, trails, {}, lookups, lr, weight_decay);
 }
 bool adagrad(TensorList grads, TensorList weights, TensorList trails, TensorList squares,
              TensorList indices, TensorList offsets, TensorList factors, std::string_view mode,
              bool include_last_offset, double lr, double eps) {
   const Lookups lookups{indices, offsets, factors, mode == "mean", include_last_offset};
-  return pools(mode) && squares.size() == weights.size() &&
+  return is_pooled(mode) && squares.size() == weights.size() &&
          update(grads, weights, trails, squares, lookups, lr, eps);
 }
 
 // On the CPU device 0.1 to 0.4 of the rate of the kernels for CPUs.
-constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+constexpr KernelSpeed kUpdateSpeed = KernelSpeed::Slower;
 
 }  // namespace
 
 void register_bags_update() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&sgd, kSpeed>(ours, "merged_embeddingbag_sgd");
-  add_kernel<&adagrad, kSpeed>(ours, "merged_embeddingbag_adagrad");
+  add_kernel<&sgd, kUpdateSpeed>(ours, "merged_embeddingbag_sgd");
+  add_kernel<&adagrad, kUpdateSpeed>(ours, "merged_embeddingbag_adagrad");
 }
 
 }  // namespace ipex::xpu

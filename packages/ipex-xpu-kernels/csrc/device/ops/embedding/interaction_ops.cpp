@@ -12,11 +12,11 @@ using at::TensorList;
 using std::optional;
 
 // As in interaction.sycl.cpp.
-constexpr std::size_t kLanes = 16;
+constexpr std::size_t kInteractionLanes = 16;
 constexpr std::int64_t kItemRows = 8;
 
 // On the CPU device 0.2 to 0.8 of the rate of the kernels for CPUs.
-constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+constexpr KernelSpeed kInteractionSpeed = KernelSpeed::Slower;
 
 bool fits(TensorList inputs) {
   if (inputs.empty() || inputs[0].dim() != 2 || !kernel_dtype(inputs[0].scalar_type()))
@@ -58,11 +58,11 @@ optional<Tensor> interaction(TensorList inputs) {
   if (out.numel() == 0) return out;
   const Inputs x(inputs);
   const auto device = static_cast<c10::DeviceIndex>(first.get_device());
-  const std::size_t groups = (inputs.size() + kLanes - 1) / kLanes;
-  launch<2>(current_queue(device), device,
-            kernel_name("interaction", *kernel_dtype(first.scalar_type())),
-            {static_cast<std::size_t>(first.size(0)), groups * kLanes}, {1, kLanes}, out_data(out),
-            x.pointers(), x.rows(), ulong(inputs.size()), ulong(first.size(1)));
+  const std::size_t groups = (inputs.size() + kInteractionLanes - 1) / kInteractionLanes;
+  launch<2>(
+      current_queue(device), device, kernel_name("interaction", *kernel_dtype(first.scalar_type())),
+      {static_cast<std::size_t>(first.size(0)), groups * kInteractionLanes}, {1, kInteractionLanes},
+      out_data(out), x.pointers(), x.rows(), ulong(inputs.size()), ulong(first.size(1)));
   return out;
 }
 
@@ -90,8 +90,8 @@ optional<Tensor> interaction_backward(const Tensor& grad, TensorList inputs) {
 void register_interaction() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&interaction, kSpeed>(ours, "interaction");
-  add_kernel<&interaction_backward, kSpeed>(ours, "interaction_backward");
+  add_kernel<&interaction, kInteractionSpeed>(ours, "interaction");
+  add_kernel<&interaction_backward, kInteractionSpeed>(ours, "interaction_backward");
 }
 
 }  // namespace ipex::xpu

@@ -20,7 +20,7 @@ using at::Tensor;
 constexpr std::int64_t kRows = 12;
 constexpr std::int64_t kColumns = 32;
 constexpr std::int64_t kSteps = 16;
-constexpr std::size_t kLanes = 16;
+constexpr std::size_t kProductLanes = 16;
 constexpr std::size_t kGroup = 16;
 constexpr std::int64_t kSmallRows = 8;
 // Up to so many multiplications of each matrix, packing takes longer than it saves.
@@ -29,7 +29,7 @@ constexpr std::int64_t kSmallProducts = std::int64_t{1} << 21;
 constexpr std::int64_t kPackedBytes = std::int64_t{1} << 24;
 
 // On the CPU device 0.7 to 0.8 of the host's rate in float32.
-constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+constexpr KernelSpeed kProductSpeed = KernelSpeed::Slower;
 // With so many multiplications oneDNN was not slower than the host there (a linear layer of 8 rows,
 // 1024 x 1024: 0.65 ms against 0.93; 512 x 512 matrices, which are more: 3.2 against 2.8).
 constexpr std::int64_t kFewestProducts = std::int64_t{1} << 23;
@@ -75,7 +75,7 @@ bool multiply(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor*
         !(addend.const_data_ptr() == out.const_data_ptr() && addend.strides() == out.strides()))
       return false;
   }
-  const bool kernels = use_kernel(static_cast<c10::DeviceIndex>(out.get_device()), kSpeed);
+  const bool kernels = use_kernel(static_cast<c10::DeviceIndex>(out.get_device()), kProductSpeed);
   const Tensor* added = self == nullptr ? nullptr : &addend;
   const auto scale = self == nullptr ? 0.f : beta.to<float>();
   const std::int64_t products = out.numel() * a.size(-1);
@@ -124,9 +124,9 @@ Tensor packed(const std::string& kernel, const Tensor& x, std::int64_t width, St
   const auto device = static_cast<c10::DeviceIndex>(x.get_device());
   launch<3>(current_queue(device), device, kernel,
             {static_cast<std::size_t>(batch * panels),
-             (static_cast<std::size_t>(blocks) + group - 1) / group * group, kLanes},
-            {1, group, kLanes}, x.const_data_ptr(), result.mutable_data_ptr(), x.size(1), x.size(2),
-            x.stride(0), strides...);
+             (static_cast<std::size_t>(blocks) + group - 1) / group * group, kProductLanes},
+            {1, group, kProductLanes}, x.const_data_ptr(), result.mutable_data_ptr(), x.size(1),
+            x.size(2), x.stride(0), strides...);
   return result;
 }
 
@@ -154,13 +154,13 @@ void multiply_packed(const Tensor& a, const Tensor& b, const Product& p) {
   const auto columns = static_cast<std::size_t>(parts(y.size(2), kColumns));
   const std::size_t group = std::min(rows, kGroup);
   const auto device = static_cast<c10::DeviceIndex>(y.get_device());
-  launch<3>(
-      current_queue(device), device, kernel_name("matmul", p.dtype),
-      {static_cast<std::size_t>(y.size(0)), (rows + group - 1) / group * group, columns * kLanes},
-      {1, group, kLanes}, a.const_data_ptr(), b.const_data_ptr(), data(p.c), y.mutable_data_ptr(),
-      y.size(1), y.size(2), a.size(2) / kSteps, batch_stride(a), batch_stride(b), stride_of(p.c, 0),
-      stride_of(p.c, 1), stride_of(p.c, 2), y.stride(0), y.stride(1), y.stride(2), p.alpha,
-      p.c.defined() ? p.beta : 0.f);
+  launch<3>(current_queue(device), device, kernel_name("matmul", p.dtype),
+            {static_cast<std::size_t>(y.size(0)), (rows + group - 1) / group * group,
+             columns * kProductLanes},
+            {1, group, kProductLanes}, a.const_data_ptr(), b.const_data_ptr(), data(p.c),
+            y.mutable_data_ptr(), y.size(1), y.size(2), a.size(2) / kSteps, batch_stride(a),
+            batch_stride(b), stride_of(p.c, 0), stride_of(p.c, 1), stride_of(p.c, 2), y.stride(0),
+            y.stride(1), y.stride(2), p.alpha, p.c.defined() ? p.beta : 0.f);
 }
 
 // A matrix and a vector, y having one column; false unless the steps of the matrix are neighbors.
@@ -186,11 +186,13 @@ bool multiply_small(const Product& p) {
   launch<3>(
       current_queue(device), device, kernel_name("matmul_small", p.dtype),
       {static_cast<std::size_t>(y.size(0)), static_cast<std::size_t>(parts(y.size(1), kSmallRows)),
-       static_cast<std::size_t>(parts(y.size(2), static_cast<std::int64_t>(kLanes))) * kLanes},
-      {1, 1, kLanes}, p.a.const_data_ptr(), p.b.const_data_ptr(), data(p.c), y.mutable_data_ptr(),
-      y.size(1), y.size(2), steps, p.a.stride(0), p.a.stride(1), p.a.stride(2), p.b.stride(0),
-      p.b.stride(2), stride_of(p.c, 0), stride_of(p.c, 1), stride_of(p.c, 2), y.stride(0),
-      y.stride(1), y.stride(2), p.alpha, p.c.defined() ? p.beta : 0.f);
+       static_cast<std::size_t>(parts(y.size(2), static_cast<std::int64_t>(kProductLanes))) *
+           kProductLanes},
+      {1, 1, kProductLanes}, p.a.const_data_ptr(), p.b.const_data_ptr(), data(p.c),
+      y.mutable_data_ptr(), y.size(1), y.size(2), steps, p.a.stride(0), p.a.stride(1),
+      p.a.stride(2), p.b.stride(0), p.b.stride(2), stride_of(p.c, 0), stride_of(p.c, 1),
+      stride_of(p.c, 2), y.stride(0), y.stride(1), y.stride(2), p.alpha,
+      p.c.defined() ? p.beta : 0.f);
   return true;
 }
 

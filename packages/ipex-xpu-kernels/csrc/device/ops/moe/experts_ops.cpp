@@ -19,9 +19,9 @@ using std::optional;
 
 // On the CPU device the rate of the kernels for CPUs for many rows of an expert in float32, 0.1 to
 // 0.4 of it else.
-constexpr KernelSpeed kSpeed = KernelSpeed::Slower;
+constexpr KernelSpeed kExpertsSpeed = KernelSpeed::Slower;
 // As in experts.sycl.cpp.
-constexpr std::int64_t kPanel = 32, kLanes = 16, kTileRows = 8;
+constexpr std::int64_t kPanel = 32, kExpertsLanes = 16, kTileRows = 8;
 
 bool given(const optional<Tensor>& tensor) { return tensor && tensor->defined(); }
 std::int64_t padded(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
@@ -113,13 +113,14 @@ Tensor product(const Tensor& x, const Tensor& rows, const Weights& weights, cons
   if (y.numel() == 0) return y;
   const Tensor tiles = places.tiles(x);
   const auto device = static_cast<c10::DeviceIndex>(x.get_device());
-  launch<2>(
-      current_queue(device), device, kernel_name("expert_product", *kernel_dtype(x.scalar_type())),
-      {static_cast<std::size_t>(places.tile_count()),
-       static_cast<std::size_t>(padded(weights.n, kLanes))},
-      {1, static_cast<std::size_t>(kLanes)}, out_data(y), data(x), ulong(x.stride(0)), data(rows),
-      static_cast<const void*>(weights.bytes.const_data_ptr<std::uint8_t>() + kHeaderBytes),
-      ulong(weights.bytes.size(1)), data(tiles), ulong(weights.n), ulong(weights.k));
+  launch<2>(current_queue(device), device,
+            kernel_name("expert_product", *kernel_dtype(x.scalar_type())),
+            {static_cast<std::size_t>(places.tile_count()),
+             static_cast<std::size_t>(padded(weights.n, kExpertsLanes))},
+            {1, static_cast<std::size_t>(kExpertsLanes)}, out_data(y), data(x), ulong(x.stride(0)),
+            data(rows),
+            static_cast<const void*>(weights.bytes.const_data_ptr<std::uint8_t>() + kHeaderBytes),
+            ulong(weights.bytes.size(1)), data(tiles), ulong(weights.n), ulong(weights.k));
   return y;
 }
 
@@ -336,8 +337,8 @@ optional<Tensor> fused_experts(const Tensor& hidden_states, const Tensor& w13, c
 void register_experts() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&grouped_linear, kSpeed>(ours, "grouped_linear");
-  add_kernel<&fused_experts, kSpeed>(ours, "fused_experts");
+  add_kernel<&grouped_linear, kExpertsSpeed>(ours, "grouped_linear");
+  add_kernel<&fused_experts, kExpertsSpeed>(ours, "fused_experts");
 }
 
 }  // namespace ipex::xpu

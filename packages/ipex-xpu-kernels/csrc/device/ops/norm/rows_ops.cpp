@@ -264,30 +264,30 @@ optional<std::tuple<Tensor, Tensor, Tensor>> native_layer_norm_backward(
 }
 
 // Measured for all of them.
-constexpr auto kSpeed = KernelSpeed::SlowerIfSmall;
+constexpr auto kRowsSpeed = KernelSpeed::SlowerIfSmall;
 
 }  // namespace
 
 void register_rows() {
   static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&softmax_out, kSpeed>(aten, "_softmax.out");
-  add_kernel<&log_softmax_out, kSpeed>(aten, "_log_softmax.out");
-  add_kernel<&softmax_backward_out, kSpeed>(aten, "_softmax_backward_data.out");
-  add_kernel<&log_softmax_backward_out, kSpeed>(aten, "_log_softmax_backward_data.out");
-  add_kernel<&native_layer_norm, kSpeed>(aten, "native_layer_norm");
-  add_kernel<&native_layer_norm_backward, kSpeed>(aten, "native_layer_norm_backward");
+  add_kernel<&softmax_out, kRowsSpeed>(aten, "_softmax.out");
+  add_kernel<&log_softmax_out, kRowsSpeed>(aten, "_log_softmax.out");
+  add_kernel<&softmax_backward_out, kRowsSpeed>(aten, "_softmax_backward_data.out");
+  add_kernel<&log_softmax_backward_out, kRowsSpeed>(aten, "_log_softmax_backward_data.out");
+  add_kernel<&native_layer_norm, kRowsSpeed>(aten, "native_layer_norm");
+  add_kernel<&native_layer_norm_backward, kRowsSpeed>(aten, "native_layer_norm_backward");
 }
 
 void register_norms() {
   static torch::Library ours(torch::Library::IMPL, "ipex", c10::DispatchKey::XPU, __FILE__,
                              __LINE__);
-  add_kernel<&rms_norm, kSpeed>(ours, "rms_norm");
-  add_kernel<&add_rms_norm, kSpeed>(ours, "add_rms_norm");
-  add_kernel<&add_rms_norm_, kSpeed>(ours, "add_rms_norm_");
-  add_kernel<&layer_norm, kSpeed>(ours, "layer_norm");
-  add_kernel<&add_layer_norm, kSpeed>(ours, "add_layer_norm");
-  add_kernel<&add_layer_norm_, kSpeed>(ours, "add_layer_norm_");
+  add_kernel<&rms_norm, kRowsSpeed>(ours, "rms_norm");
+  add_kernel<&add_rms_norm, kRowsSpeed>(ours, "add_rms_norm");
+  add_kernel<&add_rms_norm_, kRowsSpeed>(ours, "add_rms_norm_");
+  add_kernel<&layer_norm, kRowsSpeed>(ours, "layer_norm");
+  add_kernel<&add_layer_norm, kRowsSpeed>(ours, "add_layer_norm");
+  add_kernel<&add_layer_norm_, kRowsSpeed>(ours, "add_layer_norm_");
 }
 
 }  // namespace ipex::xpu

@@ -13,24 +13,24 @@ using at::Tensor;
 using at::TensorList;
 using std::optional;
 
-bool given(const optional<Tensor>& tensor) { return tensor && tensor->defined(); }
-
 // float32, in one order.
-bool takes(const Tensor& param, const Tensor& tensor) {
+bool fits(const Tensor& param, const Tensor& tensor) {
   return tensor.scalar_type() == at::kFloat && tensor.sizes() == param.sizes() &&
          tensor.strides() == param.strides() && tensor.is_non_overlapping_and_dense();
 }
-bool takes(TensorList params, TensorList tensors) {
+bool fits(TensorList params, TensorList tensors) {
   if (tensors.size() != params.size()) return false;
   for (std::size_t i = 0; i < params.size(); ++i) {
-    if (!takes(params[i], tensors[i])) return false;
+    if (!fits(params[i], tensors[i])) return false;
   }
   return true;
 }
-bool is_number(const Tensor& tensor) {
+bool is_float_number(const Tensor& tensor) {
   return tensor.scalar_type() == at::kFloat && tensor.numel() == 1;
 }
-bool is_number(const optional<Tensor>& tensor) { return !given(tensor) || is_number(*tensor); }
+bool is_float_number(const optional<Tensor>& tensor) {
+  return !given(tensor) || is_float_number(*tensor);
+}
 
 struct Adam {
   double lr, beta1, beta2, decay, eps;
@@ -52,13 +52,13 @@ void adam(const Tensor& w, const Tensor& grad, const Tensor& m, const Tensor& v,
 bool fused_adam(TensorList params, TensorList grads, TensorList means, TensorList squares,
                 TensorList tops, TensorList steps, const Tensor& lr, const Adam& a, bool amsgrad,
                 const optional<Tensor>& scale, const optional<Tensor>& infinite) {
-  if (!takes(params, params) || !takes(params, grads) || !takes(params, means) ||
-      !takes(params, squares) || (amsgrad && !takes(params, tops)) ||
-      steps.size() != params.size() || !is_number(scale) || !is_number(infinite) ||
-      (lr.defined() && !is_number(lr)))
+  if (!fits(params, params) || !fits(params, grads) || !fits(params, means) ||
+      !fits(params, squares) || (amsgrad && !fits(params, tops)) || steps.size() != params.size() ||
+      !is_float_number(scale) || !is_float_number(infinite) ||
+      (lr.defined() && !is_float_number(lr)))
     return false;
   for (const Tensor& step : steps) {
-    if (!is_number(step)) return false;
+    if (!is_float_number(step)) return false;
   }
   for (std::size_t i = 0; i < params.size(); ++i) {
     adam(params[i], grads[i], means[i], squares[i], amsgrad ? tops[i] : Tensor(), steps[i], lr, a,
@@ -98,9 +98,9 @@ void sgd(const Tensor& w, const Tensor& grad, const Tensor& buffer, const Tensor
 
 bool fused_sgd(TensorList params, TensorList grads, TensorList buffers, const Tensor& lr,
                const Sgd& s, const optional<Tensor>& scale, const optional<Tensor>& infinite) {
-  if (!takes(params, params) || !takes(params, grads) ||
-      (!buffers.empty() && !takes(params, buffers)) || !is_number(scale) || !is_number(infinite) ||
-      (lr.defined() && !is_number(lr)))
+  if (!fits(params, params) || !fits(params, grads) ||
+      (!buffers.empty() && !fits(params, buffers)) || !is_float_number(scale) ||
+      !is_float_number(infinite) || (lr.defined() && !is_float_number(lr)))
     return false;
   for (std::size_t i = 0; i < params.size(); ++i)
     sgd(params[i], grads[i], buffers.empty() ? Tensor() : buffers[i], lr, s, scale, infinite);

@@ -42,14 +42,14 @@ void in_order(const Tensor& self, at::ScalarType dtype, F f) {
   f(dense);
   if (!itself) self.copy_(dense);
 }
-bool takes(const Tensor& self) { return kernel_dtype(self.scalar_type()).has_value(); }
+bool draws(const Tensor& self) { return kernel_dtype(self.scalar_type()).has_value(); }
 // Numbers with a fraction of these dtypes are drawn as float32.
-bool takes_as_float(const Tensor& self) {
-  return takes(self) || (c10::isIntegralType(self.scalar_type(), false) &&
+bool draws_as_float(const Tensor& self) {
+  return draws(self) || (c10::isIntegralType(self.scalar_type(), false) &&
                          !c10::isBarebonesUnsignedType(self.scalar_type()));
 }
 at::ScalarType drawn_dtype(const Tensor& self) {
-  return takes(self) ? self.scalar_type() : at::kFloat;
+  return draws(self) ? self.scalar_type() : at::kFloat;
 }
 
 void draw(const char* distribution, const Tensor& self, const optional<Generator>& generator,
@@ -130,7 +130,7 @@ struct Ours {};
 
 // complex32 and complex64 are pairs of what kernels take.
 bool takes_parts(const Tensor& self) {
-  return takes(self) || self.scalar_type() == at::kComplexFloat ||
+  return draws(self) || self.scalar_type() == at::kComplexFloat ||
          self.scalar_type() == at::kComplexHalf;
 }
 bool normal_(Tensor& self, double mean, double std, optional<Generator> generator) {
@@ -144,22 +144,22 @@ bool uniform_(Tensor& self, double from, double to, optional<Generator> generato
   return true;
 }
 bool log_normal_(Tensor& self, double mean, double std, optional<Generator> generator) {
-  if (!takes(self)) return false;
+  if (!draws(self)) return false;
   templates::log_normal_impl_<LogNormal, Ours>(self, mean, std, std::move(generator));
   return true;
 }
 bool exponential_(Tensor& self, double lambda, optional<Generator> generator) {
-  if (!takes(self)) return false;
+  if (!draws(self)) return false;
   templates::exponential_impl_<Exponential, Ours>(self, lambda, std::move(generator));
   return true;
 }
 bool cauchy_(Tensor& self, double median, double sigma, optional<Generator> generator) {
-  if (!takes(self)) return false;
+  if (!draws(self)) return false;
   templates::cauchy_impl_<Cauchy, Ours>(self, median, sigma, std::move(generator));
   return true;
 }
 bool geometric_(Tensor& self, double p, optional<Generator> generator) {
-  if (!takes_as_float(self)) return false;
+  if (!draws_as_float(self)) return false;
   templates::geometric_impl_<Geometric, Ours>(self, p, std::move(generator));
   return true;
 }
@@ -168,17 +168,17 @@ bool geometric_(Tensor& self, double p, optional<Generator> generator) {
 template <typename Mean, typename Deviation>
 optional<Tensor> normal(const Mean& mean, const Deviation& std, optional<Generator> generator) {
   if constexpr (std::is_same_v<Mean, Tensor>) {
-    if (!takes(mean)) return std::nullopt;
+    if (!draws(mean)) return std::nullopt;
   }
   if constexpr (std::is_same_v<Deviation, Tensor>) {
-    if (!takes(std)) return std::nullopt;
+    if (!draws(std)) return std::nullopt;
   }
   return templates::normal_impl<Normal, Ours>(mean, std, std::move(generator));
 }
 template <typename Mean, typename Deviation>
 bool normal_out(const Mean& mean, const Deviation& std, optional<Generator> generator,
                 Tensor& out) {
-  if (!takes(out)) return false;
+  if (!draws(out)) return false;
   templates::normal_out_impl<Normal, Ours>(out, mean, std, std::move(generator));
   return true;
 }
@@ -187,7 +187,7 @@ bool normal_out(const Mean& mean, const Deviation& std, optional<Generator> gene
 // -----------------------------------------------------------------------------------------------
 
 bool draws_bernoulli(const Tensor& self) {
-  return takes_as_float(self) || self.scalar_type() == at::kBool ||
+  return draws_as_float(self) || self.scalar_type() == at::kBool ||
          self.scalar_type() == at::kDouble;
 }
 template <typename>
@@ -285,7 +285,7 @@ struct Whole {
   }
 };
 bool draws_whole(const Tensor& self) {
-  return takes_as_float(self) || self.scalar_type() == at::kBool;
+  return draws_as_float(self) || self.scalar_type() == at::kBool;
 }
 bool random_(Tensor& self, optional<Generator> generator) {
   if (!draws_whole(self)) return false;
@@ -323,7 +323,7 @@ bool randperm_out(std::int64_t n, optional<Generator> generator, Tensor& out) {
 bool multinomial_out(const Tensor& p, std::int64_t count, bool replacement,
                      optional<Generator> generator, Tensor& out) {
   constexpr std::int64_t kMostNumbers = std::int64_t{1} << 26;  // to draw
-  if (!takes(p)) return false;
+  if (!draws(p)) return false;
   if (!replacement || count == 1) {
     at::native::multinomial_out(p.to(at::kFloat), count, replacement, std::move(generator), out);
     return true;

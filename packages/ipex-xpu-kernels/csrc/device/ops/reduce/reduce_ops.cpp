@@ -189,11 +189,11 @@ std::vector<std::int64_t> reduced_sizes(const Tensor& x, const Dims& dims, bool 
   return sizes;
 }
 
-bool takes(const Tensor& x) { return dtype_of(x) && x.numel() != 0 && x.numel() < kMaxElements; }
+bool reduces(const Tensor& x) { return dtype_of(x) && x.numel() != 0 && x.numel() < kMaxElements; }
 
 bool reduce_into(const char* op, const Tensor& x, OptionalIntArrayRef dim, bool keepdim, bool mean,
                  const Tensor& out) {
-  if (!takes(x)) return false;
+  if (!reduces(x)) return false;
   const Dims dims = dims_of(dim, x.dim());
   const auto sizes = reduced_sizes(x, dims, keepdim);
   if (out.sizes() != IntArrayRef(sizes)) return false;
@@ -241,7 +241,7 @@ bool aminmax_out(const Tensor& x, optional<std::int64_t> dim, bool keepdim, Tens
 // Truth values are 0 and 1: any is the largest, all the smallest.
 bool truth(const char* op, const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
            const Tensor& out) {
-  if (out.scalar_type() != at::kBool || !takes(x) || x.scalar_type() == at::kByte) return false;
+  if (out.scalar_type() != at::kBool || !reduces(x) || x.scalar_type() == at::kByte) return false;
   return reduce_into(op, x.scalar_type() == at::kBool ? x : x.ne(0), dim, keepdim, false, out);
 }
 bool any_out(const Tensor& x, std::int64_t dim, bool keepdim, Tensor& out) {
@@ -264,7 +264,7 @@ bool all_of_all_out(const Tensor& x, Tensor& out) {
 bool find(const char* op, const Tensor& x, optional<std::int64_t> dim, bool keepdim,
           const Tensor& values, const Tensor& indices) {
   const auto dtype = number_dtype(x.scalar_type());
-  if (!takes(x) || !dtype || (!is_float(x) && x.scalar_type() != at::kLong) ||
+  if (!reduces(x) || !dtype || (!is_float(x) && x.scalar_type() != at::kLong) ||
       indices.scalar_type() != at::kLong)
     return false;
   const bool last = !dim || x.dim() == 0;
@@ -304,7 +304,7 @@ bool argmin_out(const Tensor& x, optional<std::int64_t> dim, bool keepdim, Tenso
 bool topk_out(const Tensor& x, std::int64_t k, std::int64_t dim, bool largest, bool, Tensor& values,
               Tensor& indices) {
   const auto dtype = number_dtype(x.scalar_type());
-  if (!takes(x) || !dtype || (!is_float(x) && x.scalar_type() != at::kLong) || x.dim() == 0)
+  if (!reduces(x) || !dtype || (!is_float(x) && x.scalar_type() != at::kLong) || x.dim() == 0)
     return false;
   dim = at::maybe_wrap_dim(dim, x.dim());
   const std::int64_t length = x.size(dim);
@@ -337,7 +337,7 @@ struct Moments {
 };
 optional<Moments> moments(const Tensor& x, OptionalIntArrayRef dim,
                           const optional<Scalar>& correction, bool keepdim) {
-  if (!takes(x) || !is_float(x)) return std::nullopt;
+  if (!reduces(x) || !is_float(x)) return std::nullopt;
   const double less = correction ? correction->toDouble() : 1;
   const Dims dims = dims_of(dim, x.dim());
   const Planes planes = planes_of(x, dims);
@@ -367,7 +367,7 @@ optional<std::tuple<Tensor, Tensor>> var_mean(const Tensor& x, OptionalIntArrayR
 
 bool vector_norm_out(const Tensor& x, const Scalar& order, OptionalIntArrayRef dim, bool keepdim,
                      optional<at::ScalarType>, Tensor& out) {
-  if (order.isComplex() || order.toDouble() != 2 || !is_float(x) || !is_float(out) || !takes(x))
+  if (order.isComplex() || order.toDouble() != 2 || !is_float(x) || !is_float(out) || !reduces(x))
     return false;
   const Dims dims = dims_of(dim, x.dim());
   const auto sizes = reduced_sizes(x, dims, keepdim);
@@ -378,7 +378,7 @@ bool vector_norm_out(const Tensor& x, const Scalar& order, OptionalIntArrayRef d
 
 bool cumsum_out(const Tensor& x, std::int64_t dim, optional<at::ScalarType>, Tensor& out) {
   const auto dtype = number_dtype(out.scalar_type());
-  if (!takes(x) || !dtype || (!is_float(out) && out.scalar_type() != at::kLong) ||
+  if (!reduces(x) || !dtype || (!is_float(out) && out.scalar_type() != at::kLong) ||
       out.sizes() != x.sizes())
     return false;
   const Tensor dense = x.to(out.scalar_type()).contiguous();

@@ -18,8 +18,6 @@ using at::Tensor;
 using std::optional;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-bool given(const optional<Tensor>& tensor) { return tensor && tensor->defined(); }
-
 // A contiguous operand, kept alive for the call; null if it was not given.
 class Operands {
  public:
