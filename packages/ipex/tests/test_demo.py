@@ -77,7 +77,6 @@ def test_quick_run_writes_everything(tmp_path):
         assert (tmp_path / "demo.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_compiled_candidates(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     # Compilation takes seconds: the one with the backend, and what it is compared with.
