@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.virtualized import V
 
 from ipex_core.fusion.aten import (
     VIEWING,
@@ -212,6 +211,8 @@ def _merge_bags(ctx: Context, bags: list[fx.Node], mode: str, last: bool) -> Non
         interior = [*results, *bags]
         if ctx.replace("bags", cat, interior, target, args, f"{text}, with dense features"):
             return
+    from torch._inductor.virtualized import V
+
     if V.aot_compilation:
         ctx.reject("bags", end, op, "a file of torch cannot hold its empty list of factors")
         return
