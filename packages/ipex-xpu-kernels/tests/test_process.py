@@ -227,12 +227,12 @@ def test_staged_fallback_gives_the_same() -> None:
 
 def test_another_torch_is_named() -> None:
     code = (
-        "import ipex_xpu_kernels._build as b; b.TORCH = '2.11'\nimport ipex_xpu_kernels._load as l\n"
+        "import ipex_xpu_kernels._build as b; b.TORCH = '2.9'\nimport ipex_xpu_kernels._load as l\n"
         "try: l.native()\nexcept ImportError as e: print(e)"
     )
     text = output(code, IPEX_XPU_DEVICE=None)
-    assert "was built for torch 2.11, but torch" in text
-    assert "install the wheel ipex_xpu_kernels-" in text and "+torch2.11-" not in text
+    assert "was built for torch 2.9, but torch" in text
+    assert "install the wheel ipex_xpu_kernels-" in text and "+torch2.9-" not in text
 
 
 @on_cpu_device  # the bundle for a GPU is no wheel
@@ -240,14 +240,14 @@ def test_doctor_names_the_wheel_that_fits() -> None:
     """Without a device, where nothing has tried to load the native module."""
     code = (
         "import ipex_xpu_kernels._build as b, ipex_xpu_kernels as xpu\n"
-        "b.TORCH = '2.11'; print(*xpu.doctor()[1], sep='\\n'); import torch\n"
+        "b.TORCH = '2.9'; print(*xpu.doctor()[1], sep='\\n'); import torch\n"
         "b.TORCH = '.'.join(torch.__version__.split('.')[:2])\n"
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name: None if name.endswith('._C') else find(name)\n"
         "print(*xpu.doctor()[1], sep='\\n')"
     )
     text = output(code, IPEX_XPU_DEVICE=None)
-    assert "was built for torch 2.11, but torch" in text
+    assert "was built for torch 2.9, but torch" in text
     assert "was built for another Python than" in text
     assert text.count("install the wheel ipex_xpu_kernels-") == 2
 
