@@ -73,6 +73,7 @@ MACHINES = {
     "AMD Zen 4": ("avx512_bf16",),
     "Xeon with AMX": ("avx512_fp16", "amx"),
     "Xeon without bfloat16": ("avx512_vnni",),
+    "AMD Zen 3": ("avx2",),
 }
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 NOTHING = "No measurements are recorded in this tree yet."
