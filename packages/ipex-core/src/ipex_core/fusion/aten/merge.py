@@ -190,6 +190,8 @@ def _against_bag(ctx: Context, node: fx.Node, given: dict[str, Any]) -> str | No
 
 
 def _merge_bags(ctx: Context, bags: list[fx.Node], mode: str, last: bool) -> None:
+    from torch._inductor.virtualized import V
+
     op = "ipex::merged_embeddingbag_forward"
     results = [item for bag in bags for item in items(bag, 0)]
     end = max(bags)
@@ -211,16 +213,11 @@ def _merge_bags(ctx: Context, bags: list[fx.Node], mode: str, last: bool) -> Non
         interior = [*results, *bags]
         if ctx.replace("bags", cat, interior, target, args, f"{text}, with dense features"):
             return
-    from torch._inductor.virtualized import V
-
     if V.aot_compilation:
         ctx.reject("bags", end, op, "a file of torch cannot hold its empty list of factors")
         return
-    merged = ctx.call(
-        end,
-        ipex.merged_embeddingbag_forward.default,
-        (weights, indices, offsets, [], mode, last),
-    )
+    target = ipex.merged_embeddingbag_forward.default
+    merged = ctx.call(end, target, (weights, indices, offsets, [], mode, last))
     ctx.fused("bags", end, merged, text)
     for index, result in enumerate(results):
         part = ctx.call(end, aten.select.int, (merged, 0, index))
