@@ -31,13 +31,13 @@ def demo(session: nox.Session) -> None:
 @nox.session(requires=["wheels_tests", "wheels_xpu"])
 def tests(session: nox.Session) -> None:
     """Run the tests of each package and across packages from built wheels, all but those marked slow."""
-    nox_tests.test_all(session)
+    nox_tests.test_all(session, "not slow")
 
 
 @nox.session(default=False, requires=["wheels_tests", "wheels_xpu"])
 def tests_slow(session: nox.Session) -> None:
     """Run the tests marked slow, which `tests` leaves out: long ones, and cases that are like another."""
-    nox_tests.test_all(session, "-m", "slow")
+    nox_tests.test_all(session, "slow")
 
 
 # The other sessions: each module registers its own, in the order in which `nox -l` lists them.

@@ -51,10 +51,10 @@ CLIENTS = ("openai", "langchain-openai", "litellm", "lm-eval", "guidellm")
 # What the server sends spans with.
 TRACES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 # A file of tests stays with one worker: its fixtures are models and compiled graphs. The slowest tests are listed,
-# since the whole check has an hour on two cores; those marked slow are left to `nox -s tests_slow`.
+# since the whole check has an hour on two cores.
 WORKERS = (
     *("--numprocesses=logical", "--maxprocesses=8", "--dist=loadfile"),
-    *("--durations=40", "--durations-min=10", "-m", "not slow"),
+    *("--durations=40", "--durations-min=10"),
 )
 # Two threads each, since some tests need more than one; waiting ones must not keep the other workers from running.
 WORKER_ENV = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}

@@ -39,15 +39,15 @@ def tests_xpu(session: nox.Session) -> None:
     test_xpu(session)
 
 
-def test_all(session: nox.Session, *selected: str) -> None:
-    """Run the tests of all packages that pytest's options select."""
+def test_all(session: nox.Session, markers: str) -> None:
+    """Run the tests of all packages with these markers."""
     prepare(session)
     tools = (*TEST_TOOLS, *SERVE_TOOLS, *SMALL_TOOLS, "nox")
     install_wheels(session, PACKAGES, *tools, extras="[demo]")
     session.env["IPEX_TEST_WHEELS"] = str(DIST)
     session.run("ipex", "doctor")
-    session.run("pytest", *WORKERS, *selected, *session.posargs, env=WORKER_ENV)
-    test_xpu(session, *selected)
+    session.run("pytest", *WORKERS, "-m", markers, *session.posargs, env=WORKER_ENV)
+    test_xpu(session, "-m", markers)
 
 
 def test_xpu(session: nox.Session, *selected: str) -> None:
