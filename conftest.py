@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds, the fixtures of all packages, and a report which ISA levels of the CPU kernels a test run has exercised, so
-that a level nobody ran is seen.
+"""Seeds, the fixtures of all packages, which tests are slow, and a report which ISA levels of the CPU kernels a test
+run has exercised, so that a level nobody ran is seen.
 
 A test counts for a level if it is parametrized with one (parameter ``level`` or ``isa``) and lies in the tests of
 ``ipex-cpu-kernels``.

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,9 @@ struct DeviceCheck {
 void check_on_device(const at::Tensor& like, DeviceCheck check);
 // False where the host's op may run, whose own checks then find what is wrong.
 bool in_bounds(const at::Tensor& like, DeviceCheck check);
+
+// Whether kernels of embedding bags have the mode.
+inline bool pools(std::string_view mode) { return mode == "sum" || mode == "mean"; }
 
 inline bool dense_rows(const at::Tensor& x) { return x.dim() == 0 || x.stride(-1) == 1; }
 inline at::Tensor with_dense_rows(const at::Tensor& x) {

@@ -123,8 +123,6 @@ class Bags {
   Table table_;
 };
 
-bool pools(std::string_view mode) { return mode == "sum" || mode == "mean"; }
-
 optional<Tensor> merged_forward(TensorList weights, TensorList indices, TensorList offsets,
                                 TensorList factors, std::string_view mode,
                                 bool include_last_offset) {

@@ -162,19 +162,17 @@ bool update(TensorList grads, TensorList weights, TensorList trails, TensorList 
   return true;
 }
 
-bool is_pooled(std::string_view mode) { return mode == "sum" || mode == "mean"; }
-
 bool sgd(TensorList grads, TensorList weights, TensorList trails, TensorList indices,
          TensorList offsets, TensorList factors, std::string_view mode, bool include_last_offset,
          double lr, double weight_decay) {
   const Lookups lookups{indices, offsets, factors, mode == "mean", include_last_offset};
-  return is_pooled(mode) && update(grads, weights, trails, {}, lookups, lr, weight_decay);
+  return pools(mode) && update(grads, weights, trails, {}, lookups, lr, weight_decay);
 }
 bool adagrad(TensorList grads, TensorList weights, TensorList trails, TensorList squares,
              TensorList indices, TensorList offsets, TensorList factors, std::string_view mode,
              bool include_last_offset, double lr, double eps) {
   const Lookups lookups{indices, offsets, factors, mode == "mean", include_last_offset};
-  return is_pooled(mode) && squares.size() == weights.size() &&
+  return pools(mode) && squares.size() == weights.size() &&
          update(grads, weights, trails, squares, lookups, lr, eps);
 }
 

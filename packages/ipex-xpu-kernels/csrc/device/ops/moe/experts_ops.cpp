@@ -23,7 +23,6 @@ constexpr KernelSpeed kExpertsSpeed = KernelSpeed::Slower;
 // As in experts.sycl.cpp.
 constexpr std::int64_t kPanel = 32, kExpertsLanes = 16, kTileRows = 8;
 
-bool given(const optional<Tensor>& tensor) { return tensor && tensor->defined(); }
 std::int64_t padded(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
 Tensor on_device(const std::vector<int>& numbers, const Tensor& like) {
