@@ -13,15 +13,15 @@ inline constexpr int64_t kMostRows = 192;
 
 // How deep a piece of two panels is that `rows` rows meet. It stays in L1 or L2 while all tiles of
 // them pass and fetch the next piece; the fewer tiles, the sooner. A single tile reads whole
-// panels.
+// panels, and so do copies.
 template <class T>
 int64_t depth_of_piece(int64_t rows, int64_t k) {
   constexpr bool amx = IPEX_HAVE_AMX && kIsBFloat16<T>;
   const int64_t tile = amx ? kRowStep<T> : kTileRows, tiles = (rows + tile - 1) / tile;
   const int64_t whole = k > 0 ? k : 1;  // k = 0 gives zeros
-  if (tiles <= 1) return whole;
+  if (tiles <= 1 || (kCopies && rows >= kWidenedRows<T>)) return whole;
   // Without AVX-512, Zen 3 was measured, whose L2 is small: up to 48 rows do best with 32 KB.
-  const int64_t most = kLanes < 16 && tiles <= 16 ? 1 : 4, doublings = amx ? 4 : tiles - 2;
+  const int64_t most = kCopies ? 1 : 4, doublings = amx ? 4 : tiles - 2;
   const int64_t bytes = int64_t{16384} << (doublings < most ? doublings : most);
   const int64_t pieces = (k * 2 * kPanel * int64_t{sizeof(T)} + bytes - 1) / bytes;
   return pieces <= 1 ? whole : (k + 32 * pieces - 1) / (32 * pieces) * 32;
