@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +60,22 @@ def backends(rank: int, ranks: int, folder: str) -> list[Any]:
     return found
 
 
-def collectives(rank: int, ranks: int, folder: str) -> dict[str, Any]:
-    """One result of each collective, as lists."""
+def native() -> Any:
+    """Return the native module of the package."""
+    from ipex_xpu_kernels import _device
+
+    return _device.native()
+
+
+def collectives(rank: int, ranks: int, folder: str, way: str) -> dict[str, Any]:
+    """One result of each collective, as lists.
+
+    By copies, as on a device whose memory the host cannot read, or by memory that the processes share.
+    """
     start(rank, ranks, folder)
+    if way == "copies":
+        native().set_zero_copy(False)
+    native().set_collective_mode("direct" if way == "direct" else "auto")
     found: dict[str, Any] = {}
     device = "xpu"
     mine = torch.arange(4, dtype=torch.float32, device=device) + 10 * rank
@@ -152,15 +167,54 @@ def collectives(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     x = mine.clone()
     dist.all_reduce(x, group=group)
     found["subgroup"] = x.equal(mine)
+    found["direct"] = native().direct_collectives() > 0
     return found
 
 
-def staged(rank: int, ranks: int, folder: str) -> dict[str, Any]:
-    """The same through copies, as on a device whose memory the host cannot read."""
-    from ipex_xpu_kernels import _device
+def large(rank: int, ranks: int, folder: str) -> tuple[int, list[str]]:
+    """Values that do not fit the shared memory at once, and wrong results by name."""
+    start(rank, ranks, folder)
+    native().set_collective_mode("direct")
+    wrong = []
 
-    _device.native().set_zero_copy(False)
-    return collectives(rank, ranks, folder)
+    def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        if not found.cpu().equal(expected):
+            wrong.append(f"{name}: {found.dtype} {found.shape}")
+
+    for dtype, n in (
+        (torch.float32, 1_300_001),
+        (torch.bfloat16, 70_000),
+        (torch.int32, 5),
+        (torch.int8, 3_000_000),
+    ):
+        generator = torch.Generator().manual_seed(7)
+        every = torch.randint(-4, 5, (ranks, n), generator=generator).to(dtype)
+        mine = every[rank].to("xpu")
+        for op, expected in (
+            (dist.ReduceOp.SUM, every.sum(0).to(dtype)),
+            (dist.ReduceOp.MAX, every.amax(0)),
+            (dist.ReduceOp.MIN, every.amin(0)),
+            (dist.ReduceOp.PRODUCT, every.prod(0).to(dtype)),
+        ):
+            x = mine.clone()
+            works = [dist.all_reduce(x, op=op, async_op=True)]
+            y = (mine if rank == 1 else torch.zeros_like(mine)).clone()
+            works.append(dist.broadcast(y, src=1, async_op=True))
+            for work in works:
+                work.wait()
+            check(f"all_reduce {op}", x, expected)
+            check("broadcast", y, every[1])
+        whole = torch.empty(ranks * n, dtype=dtype, device="xpu")
+        dist.all_gather_into_tensor(whole, mine)
+        check("all_gather_into_tensor", whole, every.flatten())
+        columns = torch.empty(n, ranks, dtype=dtype, device="xpu")
+        dist.all_gather(list(columns.unbind(1)), mine)
+        check("all_gather", columns, every.t().contiguous())
+        out = torch.empty(n, dtype=dtype, device="xpu")
+        dist.reduce_scatter_tensor(out, torch.cat([mine * (r + 1) for r in range(ranks)]))
+        check("reduce_scatter_tensor", out, (every.sum(0) * (rank + 1)).to(dtype))
+    leave()
+    return native().direct_collectives(), wrong
 
 
 def network() -> nn.Module:
@@ -243,6 +297,29 @@ def late_error(rank: int, ranks: int, folder: str) -> str:
     return "none"
 
 
+def left_alone(rank: int, ranks: int, folder: str, kind: str) -> tuple[str, float]:
+    """Wait for a process that has ended, or that comes to a collective later than the group allows."""
+    start(rank, ranks, folder)
+    native().set_collective_mode("direct")
+    seconds = 3 if kind == "late" else 600
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    x = torch.ones(4, device="xpu")
+    dist.all_reduce(x, group=group)
+    if rank == 1 and kind == "ended":
+        os._exit(0)
+    if rank == 1:
+        time.sleep(8)
+    begin = time.monotonic()
+    texts = []
+    for _ in range(2):
+        try:
+            dist.all_reduce(x, group=group)
+            texts.append("no error")
+        except dist.DistBackendError as error:
+            texts.append(str(error).splitlines()[0])
+    return " | ".join(texts), time.monotonic() - begin
+
+
 def run(function: Any, *args: Any) -> list[Any]:
     results = run_ranks(function, 2, *args)
     for result in results:
@@ -320,9 +397,10 @@ EXPECTED: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("function", [collectives, staged])
-def test_collectives(function: Callable[..., Any], tmp_path: Path) -> None:
-    for rank, found in enumerate(run(function, str(tmp_path))):
+@pytest.mark.parametrize("way", ["gloo", "copies", "direct"])
+def test_collectives(way: str, tmp_path: Path) -> None:
+    for rank, found in enumerate(run(collectives, str(tmp_path), way)):
+        assert found["direct"] or way != "direct"
         for name, expected in EXPECTED.items():
             if name == "all_to_all" and torch.__version__ < "2.13":
                 continue
@@ -349,3 +427,25 @@ def test_older_fsdp_equals_one_process(tmp_path: Path) -> None:
 
 def test_a_lost_process_is_an_error(tmp_path: Path) -> None:
     assert str(run_ranks(late_error, 2, str(tmp_path))[0]).startswith("error:")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_values_that_stay_on_the_device(ranks: int, tmp_path: Path) -> None:
+    for result in run_ranks(large, ranks, str(tmp_path)):
+        assert not isinstance(result, str), result
+        count, wrong = result
+        assert not wrong
+        assert count == 4 * (4 * 2 + 3)
+
+
+def test_a_process_that_has_ended_is_named(tmp_path: Path) -> None:
+    (text, seconds), _ = run_ranks(left_alone, 2, str(tmp_path), "ended")
+    assert re.search(r"rank 1 \(process \d+\) has ended", text) and "no error" not in text
+    assert seconds < 30
+
+
+def test_a_process_that_comes_too_late(tmp_path: Path) -> None:
+    first, second = run_ranks(left_alone, 2, str(tmp_path), "late")
+    assert "rank 1 did not come to a collective within the timeout" in first[0]
+    assert second[0].count("has failed in rank 0") == 2
+    assert first[1] < 30 and second[1] < 30

@@ -197,6 +197,16 @@ PYBIND11_MODULE(_C, m) {
     return !use_kernel(static_cast<c10::DeviceIndex>(device), KernelSpeed::Slower);
   });
   m.def("set_zero_copy", &set_zero_copy);
+  m.def("set_collective_mode", [](const std::string& mode) {
+    TORCH_CHECK_VALUE(mode == "auto" || mode == "host" || mode == "direct",
+                      "set_collective_mode: mode must be auto, host or direct, got ", mode);
+    set_collective_mode(mode == "host"     ? CollectiveMode::Host
+                        : mode == "direct" ? CollectiveMode::Direct
+                                           : CollectiveMode::Auto);
+  });
+  m.def("set_group_timeout", &set_group_timeout, py::arg("group"), py::arg("seconds"));
+  m.def("direct_collectives", &direct_collectives);
+  m.def("stop_collectives", &stop_collectives, py::call_guard<py::gil_scoped_release>());
   m.def("set_onednn_path", &onednn::set_path, py::arg("path"), py::arg("why"));
   m.def("set_onednn_mode", [](const std::string& mode) {
     TORCH_CHECK_VALUE(mode == "off" || mode == "auto" || mode == "prefer",

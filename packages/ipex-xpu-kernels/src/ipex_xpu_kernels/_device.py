@@ -179,6 +179,7 @@ def _configure(module: Any) -> None:
     module.set_onednn_path(path, why)
     module.set_onednn_mode("auto" if path else "off")
     module.set_zero_copy(os.environ.get("IPEX_XPU_ZERO_COPY", "1") != "0")
+    module.set_collective_mode(os.environ.get("IPEX_XPU_COLLECTIVES", "").lower() or "auto")
     module.set_kernel_library(str(Path(__file__).with_name("kernels")))
     module.set_kernels_from_source(
         os.environ.get("IPEX_XPU_SOURCE", "").lower() in ("1", "true", "on", "yes")
@@ -193,5 +194,6 @@ def _shut_down(module: Any) -> None:
     if torch._C._autograd._profiler_enabled():
         # What it gathered will not be read, and it would end when parts of torch are gone: an abort.
         torch._C._autograd._disable_profiler()
+    module.stop_collectives()
     module.stop_autograd_threads()
     module.shutdown()

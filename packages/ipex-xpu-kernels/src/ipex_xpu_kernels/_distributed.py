@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +36,7 @@ def install() -> None:
     backend.default_device_backend_map["xpu"] = backend.GLOO
     if BACKEND not in backend.backend_list:
         backend.register_backend(BACKEND, _create, devices=["cpu", "xpu"])
-    _explain_xccl(c10d)
+    _watch_groups(c10d)
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -44,12 +45,18 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-def _explain_xccl(c10d: Any) -> None:
-    """Let the message of a group that asks for xccl say what to use instead."""
+def _watch_groups(c10d: Any) -> None:
+    """Tell the native module the timeouts of groups, and say what to use where one asks for xccl."""
+    from ipex_xpu_kernels._device import native
+
     inner = c10d._new_process_group_helper
+    signature = inspect.signature(inner)
 
     @functools.wraps(inner)
     def helper(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("timeout") is not None:
+            native().set_group_timeout(given["group_name"], given["timeout"].total_seconds())
         try:
             return inner(*args, **kwargs)
         except RuntimeError as error:

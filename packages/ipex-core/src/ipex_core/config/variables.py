@@ -125,18 +125,14 @@ def _parse_xpu_device(value: object) -> str:
     return text
 
 
-def _parse_fallback(value: object) -> str:
-    text = str(value).strip().lower()
-    if text not in ("silent", "warn", "error"):
-        raise ValueError(text)
-    return text
+def _parse_word(*words: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        text = str(value).strip().lower()
+        if text not in words:
+            raise ValueError(text)
+        return text
 
-
-def _parse_kernels(value: object) -> str:
-    text = str(value).strip().lower()
-    if text not in ("auto", "always"):
-        raise ValueError(text)
-    return text
+    return parse
 
 
 _LEVELS = ", ".join(ISA_LEVELS)
@@ -250,7 +246,7 @@ VARIABLES: Mapping[str, Variable] = {
             "IPEX_XPU_FALLBACK",
             "xpu_fallback",
             "str",
-            _parse_fallback,
+            _parse_word("silent", "warn", "error"),
             "silent",
             "silent, warn, error",
             "What happens at start to ops without a kernel for xpu: they run on the host, do so with one warning each, "
@@ -260,7 +256,7 @@ VARIABLES: Mapping[str, Variable] = {
             "IPEX_XPU_KERNELS",
             "xpu_kernels",
             "str",
-            _parse_kernels,
+            _parse_word("auto", "always"),
             "auto",
             "auto, always",
             "Whether kernels for xpu that were measured slower than the op of the host are used where the host can "
@@ -284,6 +280,16 @@ VARIABLES: Mapping[str, Variable] = {
             True,
             "0, 1 (also false/true, off/on, no/yes)",
             "Ops without a kernel for xpu use the memory of the device where the host can read it; 0: copies.",
+        ),
+        Variable(
+            "IPEX_XPU_COLLECTIVES",
+            "xpu_collectives",
+            "str",
+            _parse_word("auto", "host", "direct"),
+            "auto",
+            "auto, host, direct",
+            "How torch.distributed moves tensors of xpu between processes of one host: from device to device where the "
+            "device allows it and they are large (auto), by the host (host), or directly where possible (direct).",
         ),
         Variable(
             "IPEX_XPU_SOURCE",

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "core/core.h"
+#include "device/collectives/direct.h"
 #include "device/collectives/staged_work.h"
 #include "device/core/runtime.h"
 
@@ -74,6 +75,11 @@ class Call {
 std::tuple<std::vector<Tensor>, Work> broadcast(TensorList tensors, const Group& group,
                                                 std::int64_t root_rank, std::int64_t root_tensor,
                                                 bool async, std::int64_t timeout) {
+  if (tensors.size() == 1) {
+    if (Work work =
+            direct_broadcast(group, tensors[0], static_cast<int>(root_rank), milliseconds(timeout)))
+      return {tensors.vec(), work};
+  }
   Call call(group, OpType::BROADCAST);
   auto hosts = call.out(tensors);
   return {tensors.vec(), call.start((*call).broadcast(
@@ -85,6 +91,10 @@ std::tuple<std::vector<Tensor>, Work> allreduce(TensorList tensors, const Group&
                                                 const std::optional<Tensor>& sparse_indices,
                                                 bool async, std::int64_t timeout) {
   TORCH_CHECK_NOT_IMPLEMENTED(!sparse_indices, "all_reduce: sparse tensors of xpu are not offered");
+  if (tensors.size() == 1) {
+    if (Work work = direct_allreduce(group, tensors[0], *op, milliseconds(timeout)))
+      return {tensors.vec(), work};
+  }
   Call call(group, OpType::ALLREDUCE);
   auto hosts = call.out(tensors, Wire::Values);
   c10d::AllreduceOptions options;
@@ -123,6 +133,10 @@ Work reduce(TensorList tensors, const Group& group, const Reduction& op, std::in
 
 std::tuple<TensorLists, Work> allgather(const TensorLists& outputs, TensorList inputs,
                                         const Group& group, bool async, std::int64_t timeout) {
+  if (inputs.size() == 1 && outputs.size() == 1) {
+    if (Work work = direct_allgather(group, outputs[0], inputs[0], milliseconds(timeout)))
+      return {outputs, work};
+  }
   Call call(group, OpType::ALLGATHER);
   auto sources = call.in(inputs);
   auto hosts = call.out(outputs);
@@ -131,6 +145,11 @@ std::tuple<TensorLists, Work> allgather(const TensorLists& outputs, TensorList i
 
 std::tuple<Tensor, Work> allgather_base(Tensor& output, Tensor& input, const Group& group,
                                         bool async, std::int64_t timeout) {
+  if (output.is_contiguous() && output.numel() == input.numel() * group->getSize()) {
+    const auto parts = output.detach().view({-1}).chunk(group->getSize());
+    if (Work work = direct_allgather(group, parts, input, milliseconds(timeout)))
+      return {output, work};
+  }
   Call call(group, OpType::_ALLGATHER_BASE);
   Tensor source = call.in(input);
   Tensor host = call.out(output);
@@ -190,6 +209,8 @@ std::tuple<std::vector<Tensor>, Work> reduce_scatter(const TensorList& outputs,
 std::tuple<Tensor, Work> reduce_scatter_base(Tensor& output, Tensor& input, const Group& group,
                                              const Reduction& op, bool async,
                                              std::int64_t timeout) {
+  if (Work work = direct_reduce_scatter(group, output, input, *op, milliseconds(timeout)))
+    return {output, work};
   Call call(group, OpType::_REDUCE_SCATTER_BASE);
   Tensor source = call.in(input, Wire::Values);
   Tensor host = call.out(output, Wire::Values);

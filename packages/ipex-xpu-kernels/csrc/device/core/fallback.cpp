@@ -23,7 +23,7 @@ using at::Tensor;
 using c10::DeviceIndex;
 using c10::IValue;
 
-std::atomic<FallbackMode> g_mode{FallbackMode::Silent};
+std::atomic<FallbackMode> g_fallback_mode{FallbackMode::Silent};
 
 struct Statistics {
   std::mutex mutex;
@@ -267,11 +267,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   HostCall(op, stack).run();
 }
 
-void set_fallback_mode(FallbackMode mode) { g_mode = mode; }
-FallbackMode fallback_mode() { return g_mode; }
+void set_fallback_mode(FallbackMode mode) { g_fallback_mode = mode; }
+FallbackMode fallback_mode() { return g_fallback_mode; }
 
 void count_fallback(const char* op) {
-  const FallbackMode mode = g_mode;
+  const FallbackMode mode = g_fallback_mode;
   TORCH_CHECK_NOT_IMPLEMENTED(
       mode != FallbackMode::Error, "xpu: ", op,
       " has no kernel for xpu, and IPEX_XPU_FALLBACK=error forbids to run it on the host");

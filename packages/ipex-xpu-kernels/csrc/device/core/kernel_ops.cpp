@@ -14,11 +14,11 @@
 namespace ipex::xpu {
 namespace {
 
-std::atomic<KernelMode> g_mode{KernelMode::Auto};
+std::atomic<KernelMode> g_kernel_mode{KernelMode::Auto};
 
 }  // namespace
 
-void set_kernel_mode(KernelMode mode) { g_mode = mode; }
+void set_kernel_mode(KernelMode mode) { g_kernel_mode = mode; }
 
 bool joint_pairs(c10::DeviceIndex device) {
   static std::mutex mutex;
@@ -43,7 +43,7 @@ bool joint_pairs(c10::DeviceIndex device) {
 bool use_kernel(c10::DeviceIndex device, KernelSpeed speed, std::int64_t elements) {
   const bool slower =
       speed == KernelSpeed::Slower || (speed == KernelSpeed::SlowerIfSmall && elements < kSmall);
-  return !slower || g_mode == KernelMode::Always || fallback_mode() == FallbackMode::Error ||
+  return !slower || g_kernel_mode == KernelMode::Always || fallback_mode() == FallbackMode::Error ||
          !host_readable(device);
 }
 

@@ -90,6 +90,10 @@ xpu::Device::Device(const std::string& request) {
   set_kernel_mode(variable("IPEX_XPU_KERNELS") == "always" ? KernelMode::Always : KernelMode::Auto);
   onednn::set_mode(onednn::Mode::Off);
   set_zero_copy(variable("IPEX_XPU_ZERO_COPY") != "0");
+  const std::string collectives = variable("IPEX_XPU_COLLECTIVES");
+  set_collective_mode(collectives == "host"     ? CollectiveMode::Host
+                      : collectives == "direct" ? CollectiveMode::Direct
+                                                : CollectiveMode::Auto);
   set_kernel_library((package / "kernels").string());
   set_kernels_from_source(is_on("IPEX_XPU_SOURCE"));
   set_cache_directory(cache_folder());
@@ -98,6 +102,7 @@ xpu::Device::Device(const std::string& request) {
 }
 
 xpu::Device::~Device() {
+  stop_collectives();
   stop_autograd_threads();
   shutdown();
 }

@@ -103,4 +103,16 @@ void register_kernels();     // kernel_ops.cpp
 void register_ipex_kernels();
 void register_collectives();  // collectives.cpp
 
+// Whether collectives read the memory of other processes on the device (direct.cpp): where the
+// device gives it to others and it pays off, never, or wherever possible, which on a device whose
+// memory is the host's means memory that they share.
+enum class CollectiveMode : std::uint8_t { Auto, Host, Direct };
+void set_collective_mode(CollectiveMode mode);
+// The timeout of the collectives of a group by its name; 30 minutes without.
+void set_group_timeout(const std::string& group, double seconds);
+// How many have been started so.
+std::uint64_t direct_collectives();
+// Lets the ones in flight end, some seconds at most; later ones go through the host.
+void stop_collectives();
+
 }  // namespace ipex::xpu
