@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionPlan",
+    "CellPlan",
     "ConnectionPlan",
     "ConvPlan",
     "DecayPlan",
@@ -83,8 +84,7 @@ class NormPlan:
     @property
     def weight(self) -> Tensor | None:
         """The weight as it is stored (without `offset`); None: the norm has none."""
-        found = None if self.bare else self._values("weight")
-        return found if found is None or self.order is None else found[self.order]
+        return None if self.bare else self._values("weight")
 
     @property
     def bias(self) -> Tensor | None:
@@ -95,7 +95,9 @@ class NormPlan:
         parts = next((c for c in self.module.children() if isinstance(c, nn.ModuleList)), None)
         if parts is None:
             value = getattr(self.module, name, None)
-            return value if isinstance(value, Tensor) else None
+            if not isinstance(value, Tensor):
+                return None
+            return value if self.order is None else value[self.order]
         # One norm for each head (StableLM).
         rows = [getattr(part, name, None) for part in parts]
         return None if any(r is None for r in rows) else torch.stack(rows)  # type: ignore[arg-type]
@@ -392,6 +394,29 @@ class DecayPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CellPlan:
+    """Linear attention whose heads have gates for what they forget and add, and a norm of each (mLSTM of xLSTM).
+
+    Token by token, with gates ``cap * tanh(gate / cap)``, ``S = sigmoid(f) * S + exp(i) * outer(k, v)``, `n` the same of
+    k alone, ``q' = q / sqrt(key_dim)`` and ``y = norm(q' @ S / max(|q' . n|, 1)) * sigmoid(o)``.
+    """
+
+    input: LinearPlan  # rows: q, k, v, o, i, f
+    output: LinearPlan
+    norm: NormPlan  # weights [heads, value_dim]
+    heads: int
+    key_dim: int
+    value_dim: int
+    cap: float  # at most 30, so that float32 has the exponentials
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows of `input`."""
+        keys, values = self.heads * self.key_dim, self.heads * self.value_dim
+        return keys, keys, values, values, self.heads, self.heads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ShiftPlan:
     """A dense block that also reads the row of the token before (RWKV): ``sigmoid(gate(b)) * last(relu(first(a))^2)``.
 
@@ -426,10 +451,8 @@ class WkvPlan:
     first: str  # [channels]
 
 
-#: A block that keeps a state of fixed size instead of keys and values.
-MixerPlan = (
-    ConvPlan | DeltaPlan | ScanPlan | SelectivePlan | LruPlan | DecayPlan | ShiftPlan | WkvPlan
-)
+#: A block that keeps a state of fixed size instead of keys and values; `ConvPlan` has more kinds.
+MixerPlan = ConvPlan | DecayPlan | CellPlan | ShiftPlan | WkvPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

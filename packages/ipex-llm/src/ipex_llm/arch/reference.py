@@ -18,6 +18,7 @@ from torch.nn import functional
 import ipex_core  # noqa: F401  (registers the ops)
 from ipex_llm.arch import (
     AttentionPlan,
+    CellPlan,
     ConnectionPlan,
     ConvPlan,
     DecayPlan,
@@ -392,21 +393,15 @@ def mix(plan: MixerPlan, rows: Tensor, dtype: torch.dtype = torch.float32) -> Te
         *parts, gate = rows.split(plan.width, dim=-1)
         heads = (activate(plan.activation, t).unflatten(-1, (plan.heads, -1)) for t in parts)
         query, key, value = heads
-        none = rows.new_zeros(plan.heads)
+        steps = rows.new_zeros(count, plan.heads)
         y = torch.ops.ipex.ssd_scan(
-            *(
-                value,
-                rows.new_zeros(count, plan.heads),
-                -plan.rates.float(),
-                key,
-                query,
-                none,
-                none,
-            ),
+            *(value, steps, -plan.rates.float(), key, query, steps[0], steps[0]),
             rows.new_zeros(1, plan.heads, plan.head_dim, plan.head_dim),
             *(*texts, 1.0, 1.0),
         )
         return run_norm(plan.norm, y.flatten(1)) * torch.sigmoid(gate)
+    if isinstance(plan, CellPlan):
+        return _run_cells(plan, rows)
     if isinstance(plan, DeltaPlan):
         keys, values = plan.groups * plan.key_dim, plan.heads * plan.value_dim
         qkv, z, b, a = rows.split(plan.widths, dim=-1)
@@ -457,6 +452,17 @@ def mix(plan: MixerPlan, rows: Tensor, dtype: torch.dtype = torch.float32) -> Te
         return _shift(plan, rows, texts)
     b, c, x = rows.chunk(3, dim=-1)
     return c * _convolve(plan, b * x, "none", texts)
+
+
+def _run_cells(plan: CellPlan, rows: Tensor) -> Tensor:
+    *parts, opening, entry, kept = rows.split(plan.widths, dim=-1)
+    q, k, v = (t.unflatten(-1, (plan.heads, -1)).transpose(0, 1) for t in parts)
+    entry, kept = (plan.cap * torch.tanh(t.t() / plan.cap) for t in (entry, kept))
+    faded = functional.logsigmoid(kept).cumsum(-1)
+    weights = (faded.unsqueeze(-1) + (entry - faded).unsqueeze(1)).exp().tril()
+    weights = weights * (q @ k.transpose(1, 2)) * plan.key_dim**-0.5
+    y = weights @ v / weights.sum(-1, keepdim=True).abs().clamp_min(1.0)
+    return run_norm(plan.norm, y.transpose(0, 1)).flatten(1) * torch.sigmoid(opening)
 
 
 def fading(plan: WkvPlan) -> tuple[Tensor, Tensor]:

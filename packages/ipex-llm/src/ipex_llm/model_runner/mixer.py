@@ -11,9 +11,11 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ipex_core.program import Register
 from ipex_llm.arch import (
+    CellPlan,
     ConvPlan,
     DecayPlan,
     DeltaPlan,
@@ -52,7 +54,8 @@ class Mixer:
         bias: ``[D]``, or None.
         vectors: ``[H]``: A and dt_bias, and D of Mamba-2; of Mamba A ``[N, D]``, D and dt_bias. A gated delta net
             with a step for each key has dt_bias ``[H, K]``. Of fixed rates: A, and zeros. Of an RG-LRU: rates and the
-            biases of both gates ``[blocks, width]``, and A and zeros of its scan.
+            biases of both gates ``[blocks, width]``, and A and zeros of its scan. Of an mLSTM: A and zeros of its scan,
+            and a one with the zeros behind it ``[1, 1, n]`` that make a value a multiple of 16 wide.
         up: From rows of low rank to the gates and steps of a gated delta net.
         middle: Linear layer behind the convolution of Mamba.
         step: From what steps are made of to the steps of Mamba, without its bias.
@@ -77,6 +80,10 @@ def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
     if isinstance(plan, DecayPlan):
         rates = plan.rates.detach().float()
         return Mixer(None, None, (-rates, torch.zeros_like(rates)))
+    if isinstance(plan, CellPlan):
+        none = torch.zeros(plan.heads)
+        one = functional.pad(torch.ones(1, 1, 1), (0, _columns(plan) - plan.value_dim - 1))
+        return Mixer(None, None, (none - 1.0, none, one))
     if isinstance(plan, (ShiftPlan, WkvPlan)):
         return _pack_shifted(store, plan)
     for name in ("weight", "bias"):
@@ -131,10 +138,18 @@ def _pack_lru(store: WeightStore, plan: LruPlan) -> Mixer:
     return Mixer(*filter_of(plan), (rates.view_as(biases[0]), *numbers), blocks=tuple(blocks))
 
 
+def _columns(plan: CellPlan) -> int:
+    """Return how wide a row of the state of an mLSTM is: a value, the sum of keys, and zeros up to whole vectors."""
+    return (plan.value_dim // 16 + 1) * 16
+
+
 def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
     """Return what a block stores for a sequence."""
     if isinstance(plan, DecayPlan):
         return StateShape(None, (plan.heads, plan.head_dim, plan.head_dim), dtype, portable=False)
+    if isinstance(plan, CellPlan):
+        shape = plan.heads, plan.key_dim, _columns(plan)
+        return StateShape(None, shape, dtype, portable=False)
     if isinstance(plan, (ShiftPlan, WkvPlan)):
         width = per_head(plan.module, plan.mixes[0]).numel()
         sums = (3, plan.channels) if isinstance(plan, WkvPlan) else None
@@ -153,7 +168,7 @@ def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
 
 def state_parts(plan: MixerPlan) -> tuple[str, ...]:
     """Return the names of the tensors in which a block stores its state."""
-    if isinstance(plan, DecayPlan):
+    if isinstance(plan, (DecayPlan, CellPlan)):
         return ("state",)
     recurrent = isinstance(plan, (DeltaPlan, ScanPlan, SelectivePlan, LruPlan, WkvPlan))
     return ("history", "state") if recurrent else ("history",)
@@ -178,6 +193,8 @@ def write_mixer(
         return _shifted(writer, index, plan, weights, rows)
     if isinstance(plan, DecayPlan):
         return _decay(writer, index, plan, weights, rows)
+    if isinstance(plan, CellPlan):
+        return _cells(writer, index, plan, weights, rows)
     if isinstance(plan, DeltaPlan):
         return _delta(writer, index, plan, weights, rows)
     if isinstance(plan, ScanPlan):
@@ -261,6 +278,35 @@ def _decay(writer: Any, index: int, plan: DecayPlan, weights: Mixer, rows: Regis
     )
     normed = writer.norm(plan.norm, b.call("reshape", y, [0, plan.width]))
     return opened(b, "sigmoid", gate, normed, dtype)
+
+
+def _cells(writer: Any, index: int, plan: CellPlan, weights: Mixer, rows: Register) -> Register:
+    """Write an mLSTM: a scan of Mamba-2.
+
+    The scan's step ``log(1 + exp(-f))`` fades by ``sigmoid(f)``; what it multiplies with the step is divided by it. A
+    value of one sums the keys.
+    """
+    b, wide, cap = writer.b, torch.float32, plan.cap
+    query, key, value, opening, entry, kept = _parts(writer, rows, *plan.widths)
+    query, key = (_heads(writer, b.call("cast", x, wide), plan.heads, -1) for x in (query, key))
+    factor, none, one = map(b.constant, weights.vectors)
+    steps = [("mul", 0, 1), ("tanh", 3), ("mul", 4, 2)]
+    step = pointwise(b, [kept], [1.0 / cap, -cap], steps, wide)
+    entry, fading = (_heads(writer, x, plan.heads, 1) for x in (entry, step))
+    steps = [
+        *(("mul", 0, 3), ("tanh", 5), ("mul", 6, 4), ("exp", 7)),
+        *(("exp", 1), ("log1p", 9), ("div", 8, 10), ("mul", 11, 2)),
+    ]
+    sums = pointwise(b, [entry, fading, one], [1.0 / cap, cap], steps, wide)
+    inputs = [_heads(writer, value, plan.heads, plan.value_dim), b.call("narrow", sums, 2, 0, 1)]
+    values = b.call("cat", [pointwise(b, inputs, [], [("mul", 0, 1)], wide), sums], 2)
+    state = writer.state_caches[index][0]
+    y = b.call("ssd_scan", values, step, factor, key, query, none, none, state, *writer.texts)
+    parts = [b.call("narrow", y, 2, at, n) for at, n in ((0, plan.value_dim), (plan.value_dim, 1))]
+    steps = [("mul", 1, 2), ("abs", 4), ("maximum", 5, 3), ("mul", 0, 2), ("div", 7, 6)]
+    dtype = writer.e.store.dtype
+    y = writer.norm(plan.norm, pointwise(b, parts, [plan.key_dim**-0.5, 1.0], steps, dtype))
+    return opened(b, "sigmoid", opening, b.call("reshape", y, [0, plan.widths[2]]), dtype)
 
 
 def _delta(writer: Any, index: int, plan: DeltaPlan, weights: Mixer, rows: Register) -> Register:

@@ -376,7 +376,8 @@ def _head(
     before = 1.0 if plain else before
     given = trace.output(module)
     expected = logits.reshape(given.shape).float()
-    cap = float(config.get("final_logit_softcapping", "logits_soft_cap", default=0.0))
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap = float(config.get(*names, default=0.0))
     straight = cap * torch.atanh((expected / cap).double()) if cap else expected.double()
     factor = float((straight * given.double()).sum() / given.double().square().sum())
     known = [

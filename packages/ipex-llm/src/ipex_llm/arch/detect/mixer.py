@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ipex_llm.arch import (
+    CellPlan,
     ConvPlan,
     DecayPlan,
     DeltaPlan,
@@ -31,6 +32,7 @@ from ipex_llm.arch import (
 )
 from ipex_llm.arch.detect.parts import (
     activations_of,
+    eps_of,
     linear_plan,
     match_norm,
     norms_of,
@@ -78,10 +80,19 @@ def _rates(module: nn.Module) -> Tensor | None:
     return found[0].detach().flatten() if [len(found), norms] == [1, 1] else None
 
 
+def _has_cells(module: nn.Module) -> bool:
+    """Return whether a block has linear layers for the gates of an mLSTM, which may be one (xLSTM)."""
+    names = dict(module.named_children())
+    return {"igate_preact", "fgate_preact"} <= names.keys() or "ifgate_preact" in names
+
+
 def find_mixer(layer: nn.Module) -> nn.Module | None:
-    """Return the block of a layer that has a short convolution, or heads that forget at fixed rates."""
-    parts = layer.children()
-    found = [one for one in parts if _convolution(one) is not None or _rates(one) is not None]
+    """Return the block of a layer with a short convolution, fixed rates of its heads, or the gates of an mLSTM."""
+    found = [
+        one
+        for one in layer.children()
+        if _convolution(one) is not None or _rates(one) is not None or _has_cells(one)
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -112,8 +123,10 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
         raise trace.error(module, "scales the input of a projection with a bias")
     rows = getattr(own, "mup_vector", None)  # of what the projection gives
     rates, blocks = _rates(module), _blocks(module)
-    if blocks is not None:
-        candidates: Iterator[MixerPlan] = _lrus(own, *blocks, inner, outer[0])
+    if _has_cells(module):
+        candidates: Iterator[MixerPlan] = _cells(trace, config, module, inner, outer[0])
+    elif blocks is not None:
+        candidates = _lrus(own, *blocks, inner, outer[0])
     elif rates is not None:
         candidates = _fixed(trace, module, rates, inner, outer[0], expected)
     elif owner is not None:
@@ -136,9 +149,7 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     if plan is None:
         name = type(module).__name__
         if off == float("inf"):
-            known = (
-                "a short convolution, a gated delta net, Mamba-2, an RG-LRU or lightning attention"
-            )
+            known = "a short convolution, a gated delta net, Mamba-2, an RG-LRU, lightning attention or an mLSTM"
             raise trace.error(module, f"{name} has not the parts of {known}")
         raise trace.error(module, f"{name} computes something else (off by {off:.1e})")
     return dataclasses.replace(plan, input=with_factor(plan.input, scale))
@@ -217,6 +228,32 @@ def _fixed(
                     *(linear, linear_plan(output), rates, match_norm(trace, norm)),
                     *(heads, size, name),
                 )
+
+
+def _cells(
+    trace: Trace,
+    config: Config,
+    module: nn.Module,
+    inner: list[tuple[str, nn.Module]],
+    output: nn.Module,
+) -> Iterator[CellPlan]:
+    """Yield the mLSTM of a block whose linear layers stand in the order of their rows."""
+    norms = [m for m in module.children() if is_norm(m)]
+    heads, cap = int(config.get("num_heads")), float(config.get("gate_soft_cap", default=0.0))
+    widths = [int(getattr(m, "out_features", 0)) for _, m in inner]
+    values = trace.input(output).shape[-1]
+    keys = (sum(widths) - 2 * (values + heads)) // 2
+    if not 0 < cap <= 30:
+        raise trace.error(module, f"has gate_soft_cap {cap}, and float32 the exponentials up to 30")
+    if len(norms) != 1 or values % heads or keys % heads:
+        return
+    order = torch.arange(values).view(heads, -1)
+    for eps in eps_of(norms[0]):
+        yield CellPlan(
+            *(linear_plan(*(m for _, m in inner)), linear_plan(output)),
+            NormPlan("layer", norms[0], eps, order=order),
+            *(heads, keys // heads, values // heads, cap),
+        )
 
 
 def _recurrences(

@@ -18,7 +18,10 @@ from ipex_llm.arch.seeded import seeded
 
 HEAD, VOCAB, EXPERTS, POSITIONS, LAYERS = 16, 128, 8, 160, 8
 
-_LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS = (
+    *("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_blocks",
+)
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "n_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "kv_n_heads")
@@ -38,7 +41,7 @@ _IS_POSITIONS = re.compile(
 )
 _IS_PLAIN = re.compile(
     r"token|_id$|_ids$|index$|version|kernel|conv|pretraining_tp|seed|bits|layers?$|n_group|topk_group|interval"
-    r"|pattern|_step|_freq|period|num_labels|multiple_of|scal|factor|multiplier|loops?$|streams?$|iter|mult$|expan"
+    r"|pattern|_step|_freq|period|num_labels|multiple_of|scal|factor|multiplier|loops?$|streams?$|iter|mult$|expan|inference_chunk"
 )
 _IS_INTERVAL = re.compile(r"interval|pattern|_step$|_freq$|period|every")
 _IS_DENSE = re.compile(
@@ -305,8 +308,11 @@ _STATE_SPACE = (
 
 
 def _state_space(config: Any) -> None:
-    """Let heads of state space layers fill their width again."""
+    """Let heads of state space layers fill their width again, and keys of xLSTM a multiple of 64 features."""
     width = _first(config, _HIDDEN)
+    share = _get(config, "qk_dim_factor")
+    if share:
+        config.hidden_size = config.embedding_dim = round(64 / min(share, 1.0))
     for heads, size, expand in _STATE_SPACE:
         factor = _get(config, expand)
         if _get(config, heads) is None or _get(config, size) is None or factor is None:
