@@ -397,8 +397,8 @@ class DecayPlan:
 class CellPlan:
     """Linear attention whose heads have gates for what they forget and add, and a norm of each (mLSTM of xLSTM).
 
-    Token by token, with gates ``cap * tanh(gate / cap)``, ``S = sigmoid(f) * S + exp(i) * outer(k, v)``, `n` the same of
-    k alone, ``q' = q / sqrt(key_dim)`` and ``y = norm(q' @ S / max(|q' . n|, 1)) * sigmoid(o)``.
+    Token by token ``S = sigmoid(f) * S + exp(i) * outer(k, v)`` and `n` likewise of k alone, with gates
+    ``cap * tanh(gate / cap)``. With ``p = q / sqrt(key_dim)`` it is ``norm(p @ S / max(|p . n|, 1)) * sigmoid(o)``.
     """
 
     input: LinearPlan  # rows: q, k, v, o, i, f

@@ -376,9 +376,8 @@ def step_limits(plan: ScanPlan) -> tuple[float, ...]:
 def _convolve(plan: ConvPlan, x: Tensor, activation: str, texts: tuple[Tensor, ...]) -> Tensor:
     weight, bias = filter_of(plan)
     state = x.new_zeros(1, plan.taps - 1, plan.channels)
-    found: Tensor = torch.ops.ipex.causal_conv1d_varlen(
-        *(x.contiguous(), state, weight, bias, activation), *texts
-    )
+    rows = x.contiguous(), state, weight, bias, activation
+    found: Tensor = torch.ops.ipex.causal_conv1d_varlen(*rows, *texts)
     return found
 
 
@@ -416,14 +415,10 @@ def mix(plan: MixerPlan, rows: Tensor, dtype: torch.dtype = torch.float32) -> Te
             q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
             k, v = k * root, v * root
         y = torch.ops.ipex.gated_delta_rule(
-            *(q, k),
-            *(v.unflatten(-1, (plan.heads, plan.value_dim)), a, b),
+            *(q, k, v.unflatten(-1, (plan.heads, plan.value_dim)), a, b),
             *(per_head(plan.module, "A"), step_bias(plan)),
             rows.new_zeros(1, plan.heads, plan.key_dim, plan.value_dim),
-            *texts,
-            plan.key_dim**-0.5,
-            plan.strength == 1.0,
-            plan.lowest,
+            *(*texts, plan.key_dim**-0.5, plan.strength == 1.0, plan.lowest),
         )
         return run_norm(plan.norm, y).flatten(1) * _OPENINGS[plan.opening](z)
     if isinstance(plan, ScanPlan):
@@ -516,8 +511,7 @@ def _select(plan: SelectivePlan, rows: Tensor, texts: tuple[Tensor, ...]) -> Ten
         *(x, functional.linear(run_norm(plan.step_norm, step), step_module.weight.float())),
         *(rates_of(plan.module), run_norm(plan.key_norm, keys), run_norm(plan.query_norm, queries)),
         *(per_head(plan.module, "D"), bias_of(step_module)),
-        rows.new_zeros(1, plan.state_dim, plan.channels),
-        *texts,
+        *(rows.new_zeros(1, plan.state_dim, plan.channels), *texts),
     )
     return y * functional.silu(gate)  # type: ignore[no-any-return]
 

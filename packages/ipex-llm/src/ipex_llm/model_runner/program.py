@@ -692,7 +692,8 @@ class Writer:
             result = b.call("layer_norm", x, own, shift, plan.eps)
         if by_head:
             result = b.call("mul", result, weight)
-            result = result if bias is None else b.call("add", result, bias)
+        if bias is not None and (by_head or plan.kind == "rms"):
+            result = b.call("add", result, bias)
         return self._opened(plan, result)
 
     def _opened(self, plan: NormPlan, y: Register) -> Register:
@@ -708,11 +709,8 @@ class Writer:
         separate = plan.kind == "layer" or (weight is not None and weight.dim() == 2)
         if separate and plan.offset and weight is not None:
             weight = (weight.float() + plan.offset).to(weight.dtype)
-        constant = self.b.constant
-        return (
-            None if weight is None else constant(weight),
-            None if bias is None else constant(bias),
-        )
+        first, last = (None if one is None else self.b.constant(one) for one in (weight, bias))
+        return first, last
 
     def _normed(
         self, plan: NormPlan | None, h: Register, pending: Register | None
@@ -726,6 +724,7 @@ class Writer:
         weight, bias = self._norm_constants(plan)
         if plan.kind == "rms":
             normed, total = self.b.call("add_rms_norm", pending, h, weight, plan.eps, plan.offset)
+            normed = normed if bias is None else self.b.call("add", normed, bias)
         else:
             normed, total = self.b.call("add_layer_norm", pending, h, weight, bias, plan.eps)
         return self._opened(plan, normed), total

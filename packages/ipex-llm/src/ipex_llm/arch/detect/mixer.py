@@ -252,7 +252,8 @@ def _cells(
         yield CellPlan(
             *(linear_plan(*(m for _, m in inner)), linear_plan(output)),
             NormPlan("layer", norms[0], eps, order=order),
-            *(heads, keys // heads, values // heads, cap),
+            *(heads, keys // heads, values // heads),
+            cap,
         )
 
 
