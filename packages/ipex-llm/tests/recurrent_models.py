@@ -132,6 +132,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "block_types": ["recurrent", "attention", "recurrent", "recurrent"],
         },
     ),
+    # Heads with gates for what they forget and add. Sizes of keys are multiples of 64 in its caches.
+    "xlstm": ("xLSTM", {"hidden_size": 128, "num_heads": 4}),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "falcon_h1": (
         "FalconH1",

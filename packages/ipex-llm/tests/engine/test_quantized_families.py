@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 Dtype = q.WoqWeightDtype
-UNCACHED = ("minimax", "recurrent_gemma")  # stock caches reorder no states for beams
+UNCACHED = ("minimax", "recurrent_gemma", "xlstm")  # stock caches reorder no states for beams
 STATES = [
     n for n in ("kimi_linear", "bailing_hybrid", "lfm3", *UNCACHED) if n in recurrent_models.NAMES
 ]

@@ -244,7 +244,8 @@ def _cells(
     values = trace.input(output).shape[-1]
     keys = (sum(widths) - 2 * (values + heads)) // 2
     if not 0 < cap <= 30:
-        raise trace.error(module, f"has gate_soft_cap {cap}, and float32 the exponentials up to 30")
+        # Beyond, the exponentials of gates do not fit float32.
+        raise trace.error(module, f"must have a gate_soft_cap above 0 and at most 30, got {cap}")
     if len(norms) != 1 or values % heads or keys % heads:
         return
     order = torch.arange(values).view(heads, -1)
