@@ -106,9 +106,10 @@ def _parts(model: Any, call: Pattern) -> list[Tensor]:
         if call.positions is not None:
             given["position_ids"] = call.positions[:, start:end]
         if cache is not None:
-            given["past_key_values"] = cache
+            given[name] = cache
         result = model(**given)
-        cache = result.past_key_values if len(call.cuts) > 1 else None
+        name = "cache" if "cache" in result else "past_key_values"  # xLSTM ignores the latter
+        cache = getattr(result, name) if len(call.cuts) > 1 else None
         logits = result.logits
         if call.mask is not None:
             logits = logits[call.mask[:, start:end].bool()]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """xLSTM as one program, in the mode "inference" of its published models; see test_recurrent, too.
 
-The stock model moves no states for beams, and counts padding as tokens.
+The stock model moves no states for beams, and takes no mask, so that padding counts; so it does in programs.
 """
 
 from __future__ import annotations
@@ -137,13 +137,14 @@ def test_gates_of_any_size(entry: float) -> None:
 def test_padding(beams: int) -> None:
     model, fast, ids = build("xlstm"), optimized(), text(3, 21)
     mask = torch.ones_like(ids)
-    mask[0, :6] = 0
+    mask[0, :6], mask[1, 9:12], mask[2, 20:] = 0, 0, 0
     options = {**GREEDY, "attention_mask": mask, "num_beams": beams}
     want = model.generate(ids, use_cache=False, **options)
-    # In the loop of transformers, which moves no states of this model.
-    more = {"use_cache": False} if beams > 1 else {}
-    assert torch.equal(fast.generate(ids, **options, **more), want)
-    close(logits(fast, ids, attention_mask=mask), logits(model, ids, attention_mask=mask))
+    assert torch.equal(fast.generate(ids, **options), want)
+    cache = fast(input_ids=ids[:, :9], attention_mask=mask[:, :9], use_cache=True).cache
+    rest = fast(input_ids=ids[:, 9:], attention_mask=mask, cache=cache)
+    close(rest.logits, logits(model, ids)[:, 9:])
+    assert state_of_cache(rest.cache) is not None
 
 
 def test_calls_that_programs_do_not_answer() -> None:

@@ -112,6 +112,12 @@ def given_cache(kwargs: dict[str, Any]) -> Any:
     return next((one for name in names if (one := kwargs.get(name)) is not None), None)
 
 
+def reads_places(decoder: nn.Module, runner: Runner) -> bool:
+    """Return whether the forward of a decoder takes a mask or positions; padding counts in one without (xLSTM)."""
+    names = {*decoder.__dict__[KEY].patch.names, *runner.plan.stock_calls}
+    return not names.isdisjoint(("attention_mask", "position_ids", "padding"))
+
+
 class Reason(Exception):
     """Why the programs cannot run a call."""
 
@@ -226,6 +232,8 @@ class DecoderMixin(nn.Module):
     def _run(self, runner: Runner, kwargs: dict[str, Any]) -> Any:
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         self._check(runner, kwargs)
+        if not reads_places(self, runner):
+            kwargs = {**kwargs, "attention_mask": None, "position_ids": None}
         if runner.device.type != "cpu":  # where tokens stand is decided on the CPU
             for name in ("attention_mask", "position_ids"):
                 if isinstance(kwargs.get(name), Tensor):
