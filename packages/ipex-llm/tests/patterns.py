@@ -95,7 +95,7 @@ def pattern(seed: int, vocab: int, longest: int = 48) -> Pattern:
 
 
 def _parts(model: Any, call: Pattern) -> list[Tensor]:
-    found, cache, start = [], None, 0
+    found, cache, start, name = [], None, 0, ""
     for end in call.cuts:
         given: dict[str, Any] = {
             "input_ids": call.ids[:, start:end],

@@ -171,6 +171,17 @@ def test_calls_that_programs_do_not_answer() -> None:
         fast.eval()
 
 
+def test_weights_that_change_are_packed_again() -> None:
+    model, ids = build("xlstm"), text(1, 9)
+    fast = ipex.llm.optimize(build("xlstm"), dtype=torch.float32)
+    for part in ("multihead_norm.weight", "igate_preact.bias"):
+        before = logits(fast, ids)
+        for one in (model, fast):
+            one.backbone.blocks[1].mlstm_layer.get_parameter(part).mul_(0.5)
+        close(logits(fast, ids), logits(model, ids))
+        assert not torch.equal(before, logits(fast, ids))
+
+
 def test_engine_in_bfloat16() -> None:
     """Each request gives alone what it gives beside others, in prompts of pieces."""
     fast = ipex.llm.optimize(build("xlstm"), dtype=torch.bfloat16)

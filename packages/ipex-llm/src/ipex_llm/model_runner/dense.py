@@ -308,6 +308,8 @@ class WeightStore:
         parameter = module._parameters.get(name)
         if parameter is not None and parameter is value:
             self._plain.append((module, name, parameter, -1))
+        else:  # the value was computed from it
+            self.watch(module, name)
         value = value.detach()
         return value if value.dtype in (torch.float32, self.dtype) else value.to(self.dtype)
 

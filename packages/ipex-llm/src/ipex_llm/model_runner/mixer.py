@@ -148,8 +148,7 @@ def state_shape(plan: MixerPlan, dtype: torch.dtype) -> StateShape:
     if isinstance(plan, DecayPlan):
         return StateShape(None, (plan.heads, plan.head_dim, plan.head_dim), dtype, portable=False)
     if isinstance(plan, CellPlan):
-        shape = plan.heads, plan.key_dim, _columns(plan)
-        return StateShape(None, shape, dtype, portable=False)
+        return StateShape(None, (plan.heads, plan.key_dim, _columns(plan)), dtype, portable=False)
     if isinstance(plan, (ShiftPlan, WkvPlan)):
         width = per_head(plan.module, plan.mixes[0]).numel()
         sums = (3, plan.channels) if isinstance(plan, WkvPlan) else None

@@ -81,9 +81,8 @@ def _rates(module: nn.Module) -> Tensor | None:
 
 
 def _has_cells(module: nn.Module) -> bool:
-    """Return whether a block has linear layers for the gates of an mLSTM, which may be one (xLSTM)."""
-    names = dict(module.named_children())
-    return {"igate_preact", "fgate_preact"} <= names.keys() or "ifgate_preact" in names
+    """Return whether a block has a linear layer for the gates of an mLSTM that forget, or for all gates (xLSTM)."""
+    return any(name in ("fgate_preact", "ifgate_preact") for name, _ in module.named_children())
 
 
 def find_mixer(layer: nn.Module) -> nn.Module | None:
