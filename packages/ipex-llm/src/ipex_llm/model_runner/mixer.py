@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ipex_core.program import Register
 from ipex_llm.arch import (
@@ -82,7 +81,7 @@ def pack_mixer(store: WeightStore, plan: MixerPlan) -> Mixer:
         return Mixer(None, None, (-rates, torch.zeros_like(rates)))
     if isinstance(plan, CellPlan):
         none = torch.zeros(plan.heads)
-        one = functional.pad(torch.ones(1, 1, 1), (0, _columns(plan) - plan.value_dim - 1))
+        one = torch.eye(1, _columns(plan) - plan.value_dim).unsqueeze(0)
         return Mixer(None, None, (none - 1.0, none, one))
     if isinstance(plan, (ShiftPlan, WkvPlan)):
         return _pack_shifted(store, plan)

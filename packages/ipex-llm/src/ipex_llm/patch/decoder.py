@@ -54,6 +54,11 @@ class Patch:
     layer: Facts | None = None
     hooks: tuple[tuple[nn.Module, tuple[int, int, int]], ...] = ()
 
+    def reads_places(self, runner: Runner) -> bool:
+        """Return whether the forward of a decoder takes a mask or positions; without, padding counts (xLSTM)."""
+        names = {*self.names, *runner.plan.stock_calls}
+        return not names.isdisjoint(("attention_mask", "position_ids", "padding"))
+
 
 def patch_of(module: nn.Module) -> Patch | None:
     """Return the patch of a module, or None."""
@@ -110,12 +115,6 @@ def given_cache(kwargs: dict[str, Any]) -> Any:
     """Return the cache among arguments: ``cache``, earlier ``past_key_values``, or ``state`` (RWKV)."""
     names = ("cache", "past_key_values", "state")
     return next((one for name in names if (one := kwargs.get(name)) is not None), None)
-
-
-def reads_places(decoder: nn.Module, runner: Runner) -> bool:
-    """Return whether the forward of a decoder takes a mask or positions; padding counts in one without (xLSTM)."""
-    names = {*decoder.__dict__[KEY].patch.names, *runner.plan.stock_calls}
-    return not names.isdisjoint(("attention_mask", "position_ids", "padding"))
 
 
 class Reason(Exception):
@@ -232,7 +231,7 @@ class DecoderMixin(nn.Module):
     def _run(self, runner: Runner, kwargs: dict[str, Any]) -> Any:
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         self._check(runner, kwargs)
-        if not reads_places(self, runner):
+        if not self.__dict__[KEY].patch.reads_places(runner):
             kwargs = {**kwargs, "attention_mask": None, "position_ids": None}
         if runner.device.type != "cpu":  # where tokens stand is decided on the CPU
             for name in ("attention_mask", "position_ids"):

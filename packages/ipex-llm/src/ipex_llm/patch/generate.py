@@ -19,15 +19,7 @@ from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, is_filled, state_of_cache
 from ipex_llm.model_runner import Runner
-from ipex_llm.patch.decoder import (
-    Reason,
-    check_gaps,
-    given_cache,
-    kv_dtype,
-    reads_places,
-    tell,
-    usable_runner,
-)
+from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
 from ipex_llm.records import KEY, record_of, without
 
 #: What `generate` may hand to the loop. Anything else is meant for a forward that we do not know.
@@ -190,7 +182,8 @@ def start(
     if "generate" in runner.plan.stock_calls:
         raise Reason("not proven: generate")
     _check_options(config, model_kwargs, beams)
-    mask = model_kwargs.get("attention_mask") if reads_places(decoder, runner) else None
+    mask = model_kwargs.get("attention_mask")
+    mask = mask if decoder.__dict__[KEY].patch.reads_places(runner) else None
     _check_prompt(runner, input_ids, mask)
     if "padding" in runner.plan.stock_calls and mask is not None and not bool(mask.all()):
         raise Reason("not proven: padding")

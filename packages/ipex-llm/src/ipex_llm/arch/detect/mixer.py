@@ -123,7 +123,7 @@ def match_mixer(trace: Trace, config: Config, module: nn.Module) -> MixerPlan:
     rows = getattr(own, "mup_vector", None)  # of what the projection gives
     rates, blocks = _rates(module), _blocks(module)
     if _has_cells(module):
-        candidates: Iterator[MixerPlan] = _cells(trace, config, module, inner, outer[0])
+        candidates: Iterator[MixerPlan] = _cells(trace, module, inner, outer[0])
     elif blocks is not None:
         candidates = _lrus(own, *blocks, inner, outer[0])
     elif rates is not None:
@@ -230,20 +230,15 @@ def _fixed(
 
 
 def _cells(
-    trace: Trace,
-    config: Config,
-    module: nn.Module,
-    inner: list[tuple[str, nn.Module]],
-    output: nn.Module,
+    trace: Trace, module: Any, inner: list[tuple[str, nn.Module]], output: nn.Module
 ) -> Iterator[CellPlan]:
     """Yield the mLSTM of a block whose linear layers stand in the order of their rows."""
     norms = [m for m in module.children() if is_norm(m)]
-    heads, cap = int(config.get("num_heads")), float(config.get("gate_soft_cap", default=0.0))
+    heads, cap = int(module.config.num_heads), float(module.config.gate_soft_cap or 0.0)
     widths = [int(getattr(m, "out_features", 0)) for _, m in inner]
     values = trace.input(output).shape[-1]
     keys = (sum(widths) - 2 * (values + heads)) // 2
-    if not 0 < cap <= 30:
-        # Beyond, the exponentials of gates do not fit float32.
+    if not 0 < cap <= 30:  # beyond, float32 does not have the exponentials of gates
         raise trace.error(module, f"must have a gate_soft_cap above 0 and at most 30, got {cap}")
     if len(norms) != 1 or values % heads or keys % heads:
         return

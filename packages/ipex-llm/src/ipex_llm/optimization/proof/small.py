@@ -18,10 +18,7 @@ from ipex_llm.arch.seeded import seeded
 
 HEAD, VOCAB, EXPERTS, POSITIONS, LAYERS = 16, 128, 8, 160, 8
 
-_LAYERS = (
-    *("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_blocks",
-)
+_LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "n_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _KV = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "kv_n_heads")
@@ -163,7 +160,7 @@ def _cut_layers(config: Any) -> None:
             setattr(config, name, sum(index < value for index in chosen))
         elif _integer(value) and _IS_SHARED.search(name) and value < count:
             setattr(config, name, sum(index >= count - value for index in chosen))
-    for name in (*_LAYERS, "encoder_layers", "num_decoder_layers"):
+    for name in (*_LAYERS, "encoder_layers", "num_decoder_layers", "num_blocks"):
         if _integer(_get(config, name)):
             setattr(config, name, min(len(chosen), _get(config, name)))
     if overrides:
