@@ -147,7 +147,7 @@ def _find() -> State:
     from ipex_xpu_kernels import _chains, _distributed, _torch_xpu
 
     _torch_xpu.install(module)
-    _distributed.install()
+    _distributed.install(module)
     _chains.install()
     _torch_xpu.add_profiles()
     _names.attach()

@@ -18,10 +18,11 @@ _NO_XCCL = (
 )
 
 
-def install() -> None:
+def install(module: Any) -> None:
     """Let gloo take tensors of the device; a group without a named back end takes gloo for them.
 
-    The collectives themselves are registered by the native module.
+    Args:
+        module: The native one, which has the collectives.
     """
     import torch.distributed as dist
 
@@ -36,7 +37,7 @@ def install() -> None:
     backend.default_device_backend_map["xpu"] = backend.GLOO
     if BACKEND not in backend.backend_list:
         backend.register_backend(BACKEND, _create, devices=["cpu", "xpu"])
-    _watch_groups(c10d)
+    _watch_groups(c10d, module)
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -45,10 +46,8 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-def _watch_groups(c10d: Any) -> None:
+def _watch_groups(c10d: Any, module: Any) -> None:
     """Tell the native module the timeouts of groups, and say what to use where one asks for xccl."""
-    from ipex_xpu_kernels._device import native
-
     inner = c10d._new_process_group_helper
     signature = inspect.signature(inner)
 
@@ -56,7 +55,7 @@ def _watch_groups(c10d: Any) -> None:
     def helper(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         if given.get("timeout") is not None:
-            native().set_group_timeout(given["group_name"], given["timeout"].total_seconds())
+            module.set_group_timeout(given["group_name"], given["timeout"].total_seconds())
         try:
             return inner(*args, **kwargs)
         except RuntimeError as error:
