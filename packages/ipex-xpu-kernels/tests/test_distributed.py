@@ -217,6 +217,23 @@ def large(rank: int, ranks: int, folder: str) -> tuple[int, list[str]]:
     return native().direct_collectives(), wrong
 
 
+def groups(rank: int, ranks: int, folder: str) -> tuple[int, list[float]]:
+    """Count the files that are mapped once groups came and went."""
+    start(rank, ranks, folder)
+    native().set_collective_mode("direct")
+    found = []
+    for i in range(6):
+        group = dist.new_group()
+        x = torch.full((5,), float(i), device="xpu")
+        dist.all_reduce(x, group=group)
+        found.append(x[0].item())
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+    leave()
+    return Path("/proc/self/maps").read_text().count("/dev/shm/ipex-xpu"), found
+
+
 def network() -> nn.Module:
     """The model of the tests of training; equal in all processes."""
     torch.manual_seed(0)
@@ -436,6 +453,12 @@ def test_values_that_stay_on_the_device(ranks: int, tmp_path: Path) -> None:
         count, wrong = result
         assert not wrong
         assert count == 4 * (4 * 2 + 3)
+
+
+def test_groups_that_are_gone_keep_no_memory(tmp_path: Path) -> None:
+    for maps, found in run(groups, str(tmp_path)):
+        assert maps <= 2
+        assert found == [2.0 * i for i in range(6)]
 
 
 def test_a_process_that_has_ended_is_named(tmp_path: Path) -> None:

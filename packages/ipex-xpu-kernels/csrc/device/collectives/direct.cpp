@@ -115,10 +115,10 @@ class Direct {
   DirectWork start(OpType operation, std::vector<Tensor> outputs, Milliseconds timeout,
                    std::function<void()> steps) {
     ++g_direct_collectives;
-    ++left_;
     auto work = c10::make_intrusive<Ending>(operation, std::move(outputs));
     {
       const std::lock_guard lock(mutex_);
+      ++left_;
       tasks_.push_back({std::move(steps), work, current_stream(device_), timeout});
     }
     changed_.notify_one();
@@ -148,10 +148,23 @@ class Direct {
 
   // The others may still come to what was started; not for ever.
   void stop() {
-    for (int i = 0; i < 5000 && left_ != 0; ++i) std::this_thread::sleep_for(Milliseconds(1));
-    stop_ = true;
+    if (!thread_.joinable()) return;
+    {
+      std::unique_lock lock(mutex_);
+      ended_.wait_for(lock, std::chrono::seconds(5), [this] { return left_ == 0; });
+      stop_ = true;
+    }
     changed_.notify_one();
     thread_.join();
+  }
+  // For a group that is gone: whether its memory may go, too. Asked again until it may.
+  bool leave() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (left_ != 0) return false;
+    }
+    stop();
+    return neighbors_->leave();
   }
 
  private:
@@ -185,7 +198,9 @@ class Direct {
       }
       task.steps = nullptr;  // its tensors, before somebody goes on
       task.work->end(broken_);
+      lock.lock();
       --left_;
+      ended_.notify_all();
     }
   }
 
@@ -195,14 +210,13 @@ class Direct {
   Milliseconds group_timeout_, timeout_{0};
   std::exception_ptr broken_;
   std::atomic<bool> stop_{false};
-  std::atomic<int> left_{0};  // tasks that have not ended
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_, ended_;
+  int left_ = 0;  // tasks that have not ended
   std::deque<Task> tasks_;
   std::thread thread_;  // last: it uses the others
 };
 
-// Kept until the program ends: the others read the memory, and nothing tells when they are done.
 struct Known {
   c10::weak_intrusive_ptr<c10d::Backend> backend;
   c10::DeviceIndex device;
@@ -241,6 +255,9 @@ Direct* direct_of(const DirectGroup& group, const Tensor& tensor) {
   // Without the lock: another thread may ask for another group, whose processes wait for it.
   auto neighbors = Neighbors::meet(*backend, device, mode == CollectiveMode::Direct);
   const std::lock_guard lock(g_groups_mutex);
+  std::erase_if(known(), [](const Known& one) {
+    return one.backend.expired() && (!one.direct || one.direct->leave());
+  });
   known().push_back(
       {c10::weak_intrusive_ptr<c10d::Backend>(backend), device,
        neighbors ? std::make_unique<Direct>(std::move(neighbors), device, timeout) : nullptr});

@@ -156,19 +156,34 @@ std::unique_ptr<Neighbors> Neighbors::meet(c10d::Backend& backend, int device,
   return result;
 }
 
-Neighbors::~Neighbors() {
-  try {
-    for (int r = 0; r < size_ && !on_host_; ++r) {
-      std::byte* memory = memory_[static_cast<std::size_t>(r)];
-      if (memory == nullptr) continue;
-      if (r == rank_)
-        sycl::free(memory, sycl_context(device_));
-      else
-        ipc::close(memory, sycl_context(device_));
-    }
-  } catch (const std::exception&) {
-    // What is left goes with the process.
+bool Neighbors::leave() {
+  auto* counters = reinterpret_cast<Counter*>(file_);
+  close_others();
+  counters[rank_].left = 1;
+  for (int r = 0; r < size_; ++r) {
+    const bool ended = watched_ && !is_there(processes_[static_cast<std::size_t>(r)]);
+    if (counters[r].left == 0 && !ended) return false;
   }
+  return true;
+}
+
+void Neighbors::close_others() {
+  for (int r = 0; r < size_; ++r) {
+    std::byte*& memory = memory_[static_cast<std::size_t>(r)];
+    if (r == rank_ || memory == nullptr) continue;
+    try {
+      if (!on_host_) ipc::close(memory, sycl_context(device_));
+    } catch (const std::exception&) {
+      // What is left goes with the process.
+    }
+    memory = nullptr;
+  }
+}
+
+Neighbors::~Neighbors() {
+  close_others();
+  std::byte* memory = memory_[static_cast<std::size_t>(rank_)];
+  if (!on_host_ && memory != nullptr) sycl::free(memory, sycl_context(device_));
   if (file_ != nullptr) ::munmap(file_, file_size_);
 }
 

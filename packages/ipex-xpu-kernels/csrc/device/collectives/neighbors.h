@@ -39,12 +39,16 @@ class Neighbors {
   void wait(std::chrono::milliseconds timeout, const std::atomic<bool>& stop);
   // Lets the others fail in wait(): this process will not come any more.
   void fail();
+  // This process reads from the others no more. Whether they read from it no more either, so that
+  // its memory may go.
+  bool leave();
 
  private:
   static constexpr int kMost = 64;  // processes
   struct alignas(64) Counter {
     std::atomic<std::uint32_t> met;
     std::atomic<std::uint32_t> failed;
+    std::atomic<std::uint32_t> left;
   };
   // What a process tells the others.
   struct Card {
@@ -61,6 +65,7 @@ class Neighbors {
   bool open_file(const char* name, bool create);
   bool offer_memory(Card& card);
   bool reach(const std::vector<Card>& cards);
+  void close_others();
   void check(int rank, std::chrono::steady_clock::time_point deadline,
              const std::atomic<bool>& stop) const;
 
