@@ -20,8 +20,18 @@ from ipex_core.testing import run_ranks
 pytestmark = pytest.mark.usefixtures("needs_device")
 
 
-def start(rank: int, ranks: int, folder: str) -> None:
-    """Take the device, and then a group: where the package is not installed, torch does not load it."""
+def native() -> Any:
+    """Return the native module of the package."""
+    from ipex_xpu_kernels import _device
+
+    return _device.native()
+
+
+def start(rank: int, ranks: int, folder: str, way: str = "auto") -> None:
+    """Take the device, and then a group: where the package is not installed, torch does not load it.
+
+    Tensors move as `set_collective_mode` says, or by copies, as on a device whose memory the host cannot read.
+    """
     import ipex_xpu_kernels
 
     assert ipex_xpu_kernels.activate().mode == "own"
@@ -29,6 +39,8 @@ def start(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/start", rank=rank, world_size=ranks
     )
+    native().set_zero_copy(way != "copies")
+    native().set_collective_mode("auto" if way == "copies" else way)
     dist.barrier()  # one that ends early is not to end before the others are connected
 
 
@@ -60,22 +72,9 @@ def backends(rank: int, ranks: int, folder: str) -> list[Any]:
     return found
 
 
-def native() -> Any:
-    """Return the native module of the package."""
-    from ipex_xpu_kernels import _device
-
-    return _device.native()
-
-
 def collectives(rank: int, ranks: int, folder: str, way: str) -> dict[str, Any]:
-    """One result of each collective, as lists.
-
-    By copies, as on a device whose memory the host cannot read, or by memory that the processes share.
-    """
-    start(rank, ranks, folder)
-    if way == "copies":
-        native().set_zero_copy(False)
-    native().set_collective_mode("direct" if way == "direct" else "auto")
+    """One result of each collective, as lists."""
+    start(rank, ranks, folder, way)
     found: dict[str, Any] = {}
     device = "xpu"
     mine = torch.arange(4, dtype=torch.float32, device=device) + 10 * rank
@@ -173,8 +172,7 @@ def collectives(rank: int, ranks: int, folder: str, way: str) -> dict[str, Any]:
 
 def large(rank: int, ranks: int, folder: str) -> tuple[int, list[str]]:
     """Values that do not fit the shared memory at once, and wrong results by name."""
-    start(rank, ranks, folder)
-    native().set_collective_mode("direct")
+    start(rank, ranks, folder, "direct")
     wrong = []
 
     def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -219,8 +217,7 @@ def large(rank: int, ranks: int, folder: str) -> tuple[int, list[str]]:
 
 def groups(rank: int, ranks: int, folder: str) -> tuple[int, list[float]]:
     """Count the files that are mapped once groups came and went."""
-    start(rank, ranks, folder)
-    native().set_collective_mode("direct")
+    start(rank, ranks, folder, "direct")
     found = []
     for i in range(6):
         group = dist.new_group()
@@ -264,9 +261,9 @@ def steps(model: nn.Module, part: slice, device: str) -> None:
         optimizer.step()
 
 
-def train(rank: int, ranks: int, folder: str, kind: str) -> tuple[list[float], str]:
+def train(rank: int, ranks: int, folder: str, kind: str, way: str) -> tuple[list[float], str, int]:
     """Train with DDP or FSDP2 and return all parameters."""
-    start(rank, ranks, folder)
+    start(rank, ranks, folder, way)
     model = network()
     part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     torch.xpu.set_device(0)
@@ -286,7 +283,8 @@ def train(rank: int, ranks: int, folder: str, kind: str) -> tuple[list[float], s
         steps(model, part, "xpu")
         state = {n: p.full_tensor() for n, p in model.state_dict().items()}
     device = str(next(iter(state.values())).device)
-    return torch.cat([p.detach().cpu().flatten() for p in state.values()]).tolist(), device
+    values = torch.cat([p.detach().cpu().flatten() for p in state.values()]).tolist()
+    return values, device, native().direct_collectives()
 
 
 def fsdp1(rank: int, ranks: int, folder: str) -> list[float]:
@@ -316,8 +314,7 @@ def late_error(rank: int, ranks: int, folder: str) -> str:
 
 def left_alone(rank: int, ranks: int, folder: str, kind: str) -> tuple[str, float]:
     """Wait for a process that has ended, or that comes to a collective later than the group allows."""
-    start(rank, ranks, folder)
-    native().set_collective_mode("direct")
+    start(rank, ranks, folder, "direct")
     seconds = 3 if kind == "late" else 600
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     x = torch.ones(4, device="xpu")
@@ -414,7 +411,7 @@ EXPECTED: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["gloo", "copies", "direct"])
+@pytest.mark.parametrize("way", ["auto", "copies", "direct"])
 def test_collectives(way: str, tmp_path: Path) -> None:
     for rank, found in enumerate(run(collectives, str(tmp_path), way)):
         assert found["direct"] or way != "direct"
@@ -424,13 +421,15 @@ def test_collectives(way: str, tmp_path: Path) -> None:
             assert found.get(name) == expected[rank], (rank, name)
 
 
+@pytest.mark.parametrize("way", ["auto", "direct"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_training_equals_one_process(kind: str, tmp_path: Path) -> None:
+def test_training_equals_one_process(kind: str, way: str, tmp_path: Path) -> None:
     model = network()
     steps(model, slice(None), "cpu")
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    for values, device in run(train, str(tmp_path), kind):
+    for values, device, direct in run(train, str(tmp_path), kind, way):
         assert device == "xpu:0"
+        assert direct > 0 or way == "auto"
         torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-5)
 
 
