@@ -392,9 +392,9 @@ def mix(plan: MixerPlan, rows: Tensor, dtype: torch.dtype = torch.float32) -> Te
         *parts, gate = rows.split(plan.width, dim=-1)
         heads = (activate(plan.activation, t).unflatten(-1, (plan.heads, -1)) for t in parts)
         query, key, value = heads
-        steps = rows.new_zeros(count, plan.heads)
+        steps, none = rows.new_zeros(count, plan.heads), rows.new_zeros(plan.heads)
         y = torch.ops.ipex.ssd_scan(
-            *(value, steps, -plan.rates.float(), key, query, steps[0], steps[0]),
+            *(value, steps, -plan.rates.float(), key, query, none, none),
             rows.new_zeros(1, plan.heads, plan.head_dim, plan.head_dim),
             *(*texts, 1.0, 1.0),
         )

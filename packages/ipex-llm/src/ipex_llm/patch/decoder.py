@@ -56,8 +56,8 @@ class Patch:
 
     def reads_places(self, runner: Runner) -> bool:
         """Return whether the forward of a decoder takes a mask or positions; without, padding counts (xLSTM)."""
-        names = {*self.names, *runner.plan.stock_calls}
-        return not names.isdisjoint(("attention_mask", "position_ids", "padding"))
+        places = "attention_mask", "position_ids", "padding"
+        return any(name in self.names or name in runner.plan.stock_calls for name in places)
 
 
 def patch_of(module: nn.Module) -> Patch | None:
