@@ -22,6 +22,7 @@
 
 #include "core/core.h"
 #include "device/collectives/neighbors.h"
+#include "device/collectives/staged_work.h"
 
 namespace ipex::xpu {
 namespace {
@@ -64,7 +65,7 @@ class Ending final : public c10d::Work {
   c10::intrusive_ptr<Future> future_;
 };
 
-// One after another the values of `count` bytes or elements as a line.
+// The values, or their bytes, one after another.
 Tensor flat(const Tensor& tensor) { return tensor.detach().contiguous().view({-1}); }
 Tensor flat_bytes(const Tensor& tensor) { return flat(tensor).view(at::kByte); }
 
@@ -90,13 +91,6 @@ void combine(const Tensor& sum, const Tensor& other, ReduceOp::RedOpType op) {
     default:
       out.add_(other);
   }
-}
-
-void divide(const Tensor& sum, int by) {
-  if (at::isIntegralType(sum.scalar_type(), /*includeBool=*/true))
-    sum.div_(by, "trunc");
-  else
-    sum.div_(by);
 }
 
 // The processes of a group that reach each other, and the thread that runs its collectives in their
@@ -315,7 +309,7 @@ DirectWork direct_allreduce(const DirectGroup& group, const Tensor& tensor, cons
       for (int r = 0; r < d->size(); ++r) {
         if (r != d->rank()) combine(sum, part(memory(r), d->rank()), op);
       }
-      if (op == ReduceOp::AVG) divide(sum, d->size());
+      if (op == ReduceOp::AVG) divide_sum(sum, d->size());
       d->meet();
       for (int r = 0; r < d->size(); ++r) part(piece, r).copy_(part(memory(r), r));
     }
@@ -391,7 +385,7 @@ DirectWork direct_reduce_scatter(const DirectGroup& group, const Tensor& output,
       const Tensor sum = line.narrow(0, at, n);
       sum.copy_(memory(0, d->rank()));
       for (int r = 1; r < d->size(); ++r) combine(sum, memory(r, d->rank()), op);
-      if (op == ReduceOp::AVG) divide(sum, d->size());
+      if (op == ReduceOp::AVG) divide_sum(sum, d->size());
     }
     put_back(line, output);
   });

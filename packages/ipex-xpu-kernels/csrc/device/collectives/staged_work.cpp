@@ -35,6 +35,13 @@ bool is_sent_as_values(at::ScalarType dtype) {
 
 }  // namespace
 
+void divide_sum(const Tensor& sum, std::int64_t by) {
+  if (at::isIntegralType(sum.scalar_type(), /*includeBool=*/true))
+    sum.div_(by, "trunc");
+  else
+    sum.div_(by);
+}
+
 Tensor Stage::add(const Tensor& tensor, bool output, Wire wire) {
   if (output) outputs_.push_back(tensor);
   if (!tensor.defined() || !tensor.is_xpu()) return tensor;
@@ -66,11 +73,7 @@ void Stage::finish() {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     for (const Item& item : items_) {
       if (!item.output) continue;
-      if (divisor_ != 1) {
-        at::isIntegralType(item.wire.scalar_type(), /*includeBool=*/true)
-            ? item.wire.div_(divisor_, "trunc")
-            : item.wire.div_(divisor_);
-      }
+      if (divisor_ != 1) divide_sum(item.wire, divisor_);
       if (!item.wire.is_same(item.host)) item.host.copy_(item.wire);
       from_host(item.host, item.tensor);
     }

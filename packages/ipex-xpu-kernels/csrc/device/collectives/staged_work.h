@@ -19,6 +19,9 @@ namespace ipex::xpu {
 // ends take of any dtype.
 enum class Wire : std::uint8_t { Values, Bytes };
 
+// Makes the mean of a sum, in place: whole numbers are rounded towards zero.
+void divide_sum(const at::Tensor& sum, std::int64_t by);
+
 // The tensors of one collective on the host. Kept alive until the collective has ended, also
 // if its handle is dropped.
 class Stage {
