@@ -472,4 +472,6 @@ class Rope:
         angles = torch.arange(size, dtype=torch.float64).unsqueeze(1) * frequencies
         factor *= plan.factor
         tables = angles.cos() * factor, angles.sin() * (factor * plan.turn)
-        return tables[0].float().to(self.device), tables[1].float().to(self.device)
+        # Of tables made in inference mode a device could not know that they are the same in each layer.
+        with torch.inference_mode(False):
+            return tables[0].float().to(self.device), tables[1].float().to(self.device)
