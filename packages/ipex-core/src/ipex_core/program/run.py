@@ -91,6 +91,13 @@ class Instruction:
         return f"{left} = {call}" if left else call
 
 
+#: What `Program._interpret` reads: a function, its arguments, the places among them that have registers with these
+#: registers, and the registers of results and of what nothing reads afterwards.
+_Call = tuple[
+    Callable[..., Any], list[Any], list[tuple[int, Any]], tuple[int, ...], tuple[int, ...]
+]
+
+
 class Program:
     """A list of op calls that runs as one; made by `ProgramBuilder.build`.
 
@@ -215,7 +222,7 @@ class Program:
         """Run the program as a sequence of calls of ``torch.ops.ipex`` and of stock PyTorch; else like `run`."""
         self._check_inputs(inputs)
         with torch.no_grad(), _without_autocast():
-            return self._interpret(inputs, {})
+            return self._interpret(inputs, self._calls)
 
     def _run_on_device(self, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """Run the program on another device than the CPU.
@@ -236,56 +243,63 @@ class Program:
         self._check_inputs(inputs)
         below = torch._C._AutoDispatchBelowAutograd
         with torch.no_grad(), _without_autocast(), below(), arguments_were_checked():
-            return self._interpret(inputs, _UNCHECKED)
+            return self._interpret(inputs, self._unchecked_calls)
 
-    def _interpret(
-        self, inputs: tuple[Any, ...], others: Mapping[str, Callable[..., Any]]
-    ) -> tuple[torch.Tensor, ...]:
-        """Call the instructions one by one; ``others`` has functions for some of them in place of their own."""
-        tensors: list[Any] = [None] * self.registers
-        ints: list[int] = []
+    def _interpret(self, inputs: tuple[Any, ...], calls: list[_Call]) -> tuple[torch.Tensor, ...]:
+        """Call the instructions one by one; integers have their registers behind the registers of tensors."""
+        values: list[Any] = [None] * (self.registers + len(self._ints))
         for index, tensor in self.constants.items():
-            tensors[index] = tensor
+            values[index] = tensor
         for register, value in zip(self.registers_of_inputs, inputs, strict=True):
-            if register.kind == "tensor":
-                tensors[register.index] = value
-            else:
-                ints.append(value)
-
-        def decoded(value: Any) -> Any:
-            kind = type(value)
-            if kind is Register:
-                return (tensors if value.kind == "tensor" else ints)[value.index]
-            return [decoded(one) for one in value] if kind is tuple else value
-
-        for number, (instruction, function, places) in enumerate(self._calls):
-            args = list(instruction.args)
-            for place in places:
-                args[place] = decoded(args[place])
+            values[self._place(register)] = value
+        for number, (function, args, places, results, frees) in enumerate(calls):
+            args = args.copy()
+            for place, found in places:
+                if type(found) is int:
+                    args[place] = values[found]
+                else:
+                    args[place] = [values[one] if known else one for known, one in found]
             try:
-                output = others.get(instruction.op, function)(*args)
+                output = function(*args)
             except Exception as cause:
                 raise self._failure(cause, number) from cause
-            if len(instruction.results) == 1:
-                tensors[instruction.results[0]] = output
+            if len(results) == 1:
+                values[results[0]] = output
             else:
-                for index, result in zip(instruction.results, output or (), strict=False):
-                    tensors[index] = result
-            for index in instruction.frees:
-                tensors[index] = None
-        return tuple(tensors[index] for index in self.outputs)
+                for index, result in zip(results, output or (), strict=False):
+                    values[index] = result
+            for index in frees:
+                values[index] = None
+        return tuple(values[index] for index in self.outputs)
+
+    def _place(self, register: Register) -> int:
+        """Return where `_interpret` keeps the value of a register."""
+        return register.index if register.kind == "tensor" else self.registers + register.index
+
+    def _compiled(self, others: Mapping[str, Callable[..., Any]]) -> list[_Call]:
+        """Return the instructions as `_interpret` takes them; ``others`` has functions in place of their own."""
+        calls: list[_Call] = []
+        for one in self.instructions:
+            args = [list(value) if type(value) is tuple else value for value in one.args]
+            places: list[tuple[int, Any]] = []
+            for number, value in enumerate(args):
+                if type(value) is Register:
+                    places.append((number, self._place(value)))
+                elif type(value) is list and any(type(x) is Register for x in value):
+                    registers = [type(x) is Register for x in value]
+                    found = [self._place(x) if type(x) is Register else x for x in value]
+                    places.append((number, list(zip(registers, found, strict=True))))
+            function = others.get(one.op) or _function(one.op)
+            calls.append((function, args, places, one.results, one.frees))
+        return calls
 
     @functools.cached_property
-    def _calls(self) -> list[tuple[Instruction, Callable[..., Any], list[int]]]:
-        """The instructions, each with what it calls and the places of its arguments that have registers."""
-        return [
-            (
-                one,
-                _function(one.op),
-                [i for i, a in enumerate(one.args) if type(a) in (Register, tuple)],
-            )
-            for one in self.instructions
-        ]
+    def _calls(self) -> list[_Call]:
+        return self._compiled({})
+
+    @functools.cached_property
+    def _unchecked_calls(self) -> list[_Call]:
+        return self._compiled(_UNCHECKED)
 
     def _failure(self, cause: Exception, number: int) -> Exception:
         """Return the error of an instruction: of the cause's class where that can be told apart, with its place."""
