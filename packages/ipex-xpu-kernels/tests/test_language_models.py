@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,35 @@ def test_a_program_on_the_device_follows_the_parameters() -> None:
     restore(fast)
     assert _runner(fast) is None
     assert tokens(fast, "xpu") == tokens(model, "cpu")
+
+
+@torch.inference_mode()
+def test_layers_share_what_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference mode, too, where torch counts no writes: to read something back makes the host wait."""
+    optimize = pytest.importorskip("ipex_llm").optimize
+
+    module = importlib.import_module("ipex_xpu_kernels._cache")
+    asked, rows = [], module.table_rows
+    monkeypatch.setattr(module, "table_rows", lambda *a: (asked.append(a), rows(*a))[1])
+    fast = optimize(llama(num_hidden_layers=3), dtype=torch.float32, device="xpu")
+    out = fast(torch.tensor([[1, 2, 3]], device="xpu"))
+    asked.clear()
+    for token in (4, 5):
+        out = fast(torch.tensor([[token]], device="xpu"), past_key_values=out.past_key_values)
+    assert len(asked) == 4  # sines and cosines in each step
+
+
+def test_what_was_read_in_a_run_is_read_again_after_a_write() -> None:
+    from ipex_core.library.checks import arguments_were_checked, read_once
+
+    read = torch.Tensor.tolist
+    with arguments_were_checked():
+        x = torch.tensor([1, 2], device="xpu")
+        assert read_once(x, read) is read_once(x, read)
+        x += 1
+        assert read_once(x, read) == [2, 3]
+        for value in range(5):  # each in the place of the one before
+            assert read_once(torch.tensor([value], device="xpu"), read) == [value]
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])

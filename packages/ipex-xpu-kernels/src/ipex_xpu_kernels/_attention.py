@@ -12,7 +12,7 @@ from ipex_core.library.checks import check_once, read_once
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.attention import check_offsets
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
-from ipex_xpu_kernels._launch import DTYPES, is_gpu, kernel, launch
+from ipex_xpu_kernels._launch import DTYPES, dense, is_gpu, kernel, launch
 
 __all__ = ["FUNCTIONS"]
 
@@ -27,11 +27,6 @@ def _native() -> Any:
 
 def _float(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` with neighboring numbers of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _additive(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -74,7 +69,7 @@ def _run(
     factors: tuple[float, float, Tensor | None, Tensor | None] = (1.0, 1.0, None, None),
 ) -> None:
     """Start the kernel; ``factors``: of a quantized cache, of its keys and values and of their rows."""
-    query, key, value = _dense(query), _dense(key), _dense(value)
+    query, key, value = dense(query), dense(key), dense(value)
     tensors = query, key, value, out, mask, _float(slopes), _float(sinks)
     places = q_starts, k_starts, k_lengths, table
     scale = scale or query.shape[-1] ** -0.5

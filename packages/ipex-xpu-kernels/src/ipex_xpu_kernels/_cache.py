@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.ops.kv_cache import check_slots
 from ipex_core.ops.rotary_embedding import check_rows, rows_with_offsets, table_rows
 from ipex_core.ops.rotary_embedding_and_cache import cache_places
-from ipex_xpu_kernels._launch import kernel, launch_columns, launch_rows
+from ipex_xpu_kernels._launch import dense, kernel, launch_columns, launch_rows
 
 __all__ = ["FUNCTIONS"]
 
@@ -51,25 +51,33 @@ def _places(op: str, cache: Tensor, slot_mapping: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rows:
-    """Reads positions: the rows of ``table`` that belong to them."""
+    """Reads positions: the rows of both tables that belong to them, float32 ``[tokens, C]``."""
 
     op: str
-    table: Tensor
-    version: int
+    tables: tuple[Tensor, Tensor]
+    versions: tuple[int, int]
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        return table_rows(
-            self.op, self.table, self.table.new_empty(*positions.shape, 1, 1), positions
-        )
+    def __call__(self, positions: Tensor) -> list[Tensor]:
+        return _rows_of(self.op, self.tables, positions.shape, positions)
 
 
-def _rows(op: str, table: Tensor, query: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return what `table_rows` does; of positions that several layers share it is looked up once."""
-    shared = position_ids is not None and position_ids.shape == query.shape[:-2]
-    if not shared or table.is_inference():
-        return table_rows(op, table, query, position_ids)
+def _rows_of(
+    op: str, tables: Iterable[Tensor], lead: Sequence[int], position_ids: Tensor | None
+) -> list[Tensor]:
+    found = [table_rows(op, x, x.new_empty(*lead, 1, 1), position_ids) for x in tables]
+    return [rows.reshape(-1, rows.shape[-1]).float().contiguous() for rows in found]
+
+
+def _rows(
+    op: str, sin: Tensor, cos: Tensor, query: Tensor, position_ids: Tensor | None
+) -> list[Tensor]:
+    """Return rows as `_Rows` does; of positions that several layers share they are looked up once."""
+    lead = query.shape[:-2]
+    known = position_ids is not None and position_ids.shape == lead
+    if not known or sin.is_inference() or cos.is_inference():
+        return _rows_of(op, (sin, cos), lead, position_ids)
     assert position_ids is not None
-    return read_once(position_ids, _Rows(op, table, table._version))
+    return read_once(position_ids, _Rows(op, (sin, cos), (sin._version, cos._version)))
 
 
 @functools.cache
@@ -80,7 +88,7 @@ def _inverse(scale: float) -> float:
 
 def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: float, scales: Tensor | None) -> None:
     """Write rows ``[tokens, heads, size]`` to the int64 ``slots`` of a cache, all on the device."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = dense(x)
     tokens, heads, size = x.shape
     if cache.numel() == 0:
         return
@@ -134,15 +142,28 @@ def _rotary_embedding_and_cache(
     op = "rotary_embedding_and_cache"
     if query.dtype not in FLOATS:
         return False
-    rows = [_rows(op, table, query, position_ids) for table in (sin, cos)]
+    rows = _rows(op, sin, cos, query, position_ids)
     if slot_mapping is None:
         slots = cache_places(query, key_cache, None, position_ids)
     else:
         slots = _places(op, key_cache, slot_mapping)
-    rotated = key.contiguous() if key.stride(-1) != 1 else key.clone()
-    torch.ops.ipex.rotary_embedding(query, rotated, *rows, rotary_dim, rotary_half)
-    for x, cache, scale in ((rotated, key_cache, k_scale), (value, value_cache, v_scale)):
-        _write(x.reshape(-1, *x.shape[-2:]), cache, slots, scale, None)
+    heads, size = key.shape[-2:]
+    queries, keys, values = (dense(x.flatten(0, -3)) for x in (query, key, value))
+    tokens, query_heads = queries.shape[:2]
+    pairs = rotary_dim // 2
+    launch_columns(
+        kernel("rope_and_cache", query.dtype, key_cache.dtype),
+        query,
+        tokens * (query_heads + 2 * heads),
+        size,
+        *(queries, keys, values, key_cache, value_cache, *rows, slots),
+        *(query_heads, heads, size, pairs, rows[0].shape[1], rotary_half),
+        max(key_cache.shape[2], 1),
+        *(x for one in (queries, keys, values) for x in one.stride()[:2]),
+        *(*key_cache.stride()[:3], *value_cache.stride()[:3], _inverse(k_scale), _inverse(v_scale)),
+    )
+    if queries.data_ptr() != query.data_ptr():  # a copy, where a view cannot be
+        query.copy_(queries.view_as(query))
     return True
 
 
@@ -164,11 +185,11 @@ def _rotate(
         return (x.unflatten(-1, (x.shape[-1] // head_size, head_size)) if flat else x)[..., first:]
 
     parts = [heads(x) for x in (query, key) if x is not None]
-    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
-    other = dense[1] if key is not None else dense[0][..., :0, :]
+    turned = [dense(x) for x in parts]
+    other = turned[1] if key is not None else turned[0][..., :0, :]
     sin = -sin if inverse else sin
-    torch.ops.ipex.rotary_embedding(dense[0], other, sin, cos, rows.shape[1], is_neox)
-    for x, y in zip(parts, dense, strict=True):
+    torch.ops.ipex.rotary_embedding(turned[0], other, sin, cos, rows.shape[1], is_neox)
+    for x, y in zip(parts, turned, strict=True):
         if x is not y:
             x.copy_(y)
     return True

@@ -63,6 +63,11 @@ def launch(
     programs().launch(name, device, queue, whole, list(group), values)
 
 
+def dense(x: Tensor) -> Tensor:
+    """Return ``x`` with neighboring numbers of the last dimension side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def is_gpu(like: Tensor) -> bool:
     """Return whether a tensor is on another device than a CPU."""
     return _is_gpu(like.device.index)
