@@ -55,12 +55,18 @@ def launch(
     if 0 in items:
         return
     device = like.device.index
-    values = [
-        (a.data_ptr(),) if isinstance(a, Tensor) else (0,) if a is None else a for a in arguments
-    ]
+    # Most are integers.
+    values = [a if type(a) is int else _value(a) for a in arguments]
     whole = [-(-n // g) * g for n, g in zip(items, group, strict=True)]
     queue = torch._C._xpu_getCurrentRawStream(device)
     programs().launch(name, device, queue, whole, list(group), values)
+
+
+def _value(argument: object) -> object:
+    """Return an argument as the native module takes it."""
+    if argument is None:
+        return (0,)
+    return (argument.data_ptr(),) if isinstance(argument, Tensor) else argument
 
 
 def dense(x: Tensor) -> Tensor:

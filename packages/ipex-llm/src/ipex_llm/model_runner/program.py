@@ -811,7 +811,8 @@ class Writer:
         if last is None:
             return h, self._scaled(layer, norm, x)
         alone = norm is None and layer.residual_scale == 1.0 and last.factors is None
-        if alone and self.plan.parallel is None:
+        # Products of a device add nothing on their way out: there the norm that follows is the cheaper place.
+        if alone and self.plan.parallel is None and self.e.store.device.type == "cpu":
             return self.linear(last, x, residual=h, **post), None
         y = self._sum(self.linear(last, x, **post))
         return h, self._scaled(layer, norm, y)
