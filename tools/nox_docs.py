@@ -18,7 +18,7 @@ def docs(session: nox.Session) -> None:
     prepare(session)
     tools = ("sphinx", "myst-parser", "furo", "sphinx-design", "numpy")
     install_wheels(session, PACKAGES, *tools, extras="[cpu]")
-    common = ["-n", "-W", "--keep-going", "-d", "docs/_build/doctrees", "docs"]
+    common = ["-n", "-W", "--keep-going", "-j", "auto", "-d", "docs/_build/doctrees", "docs"]
     session.run("sphinx-build", "-b", "html", *common, "docs/_build/html")
     session.run("sphinx-build", "-b", "doctest", *common, "docs/_build/doctest")
     session.log("open docs/_build/html/index.html")
