@@ -569,7 +569,9 @@ if __name__ == "__main__":
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     engine = c.start(sys.argv[2], distributed_executor_backend="ray", **sizes)
     print("TOKENS", json.dumps(c.generate(engine, c.prompts())), flush=True)
-    ranks = [p for p in psutil.process_iter() if "IpexRayWorker" in " ".join(p.cmdline())]
+    # Asked for all at once: a process of somebody else may end meanwhile.
+    found = psutil.process_iter(["cmdline"])
+    ranks = [p for p in found if "IpexRayWorker" in " ".join(p.info["cmdline"] or [])]
     os.kill(ranks[-1].pid, signal.SIGKILL)
     begin = time.monotonic()
     try:
@@ -630,7 +632,7 @@ def cluster(folder: Path) -> Iterator[Case]:
         if problem := compare(json.loads(lines["TOKENS"]), wanted):
             return problem
         if "ENDED" not in lines:
-            return lines.get("FAILED", "no error after a rank was killed")
+            return lines.get("FAILED", f"no error after a rank was killed: {result.stderr[-1500:]}")
         count, seconds, kind = lines["ENDED"].split()
         print(f"     {count} ranks; {kind} {float(seconds):.1f} s after one was killed")
         return "" if float(seconds) < _SOON else f"the error came after {seconds} s"
