@@ -91,9 +91,10 @@ def _head(path: str, length: int) -> bytes:
     return "\r\n".join((*lines, "", "")).encode()
 
 
-async def stream(port: int, tokens: int) -> list[float]:
-    """Return the seconds between the events of a stream."""
-    body = _body(prompt="One, two", max_tokens=tokens, stream=True, temperature=0, ignore_eos=True)
+async def stream(port: int, tokens: int, **fields: Any) -> list[float]:
+    """Return the seconds between the events of a stream; ``fields`` are further ones of the request."""
+    fields = {"max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True, **fields}
+    body = _body(prompt="One, two", **fields)
     reader, writer = await asyncio.open_connection(HOST, port, limit=1 << 20)
     writer.write(_head("/v1/completions", len(body)) + body)
     await writer.drain()
