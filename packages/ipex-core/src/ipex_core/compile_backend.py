@@ -390,6 +390,8 @@ def _run(
 ) -> None:
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
+    from ipex_core.fusion.aten import Context
+    from ipex_core.fusion.aten.attention import guard_attention
     from ipex_core.fusion.aten.passes import run_passes, split_parameters
 
     # What is left of dropout is a copy between any two ops.
@@ -400,6 +402,7 @@ def _run(
         placeholders = graph.find_nodes(op="placeholder")
         constants = [node for i, node in enumerate(placeholders) if i in positions]
     run_passes(graph, report, constants, asked.disable, asked.always)
+    guard_attention(Context(graph, set(), report))
     _run_others(also, graph)
 
 

@@ -221,3 +221,27 @@ def test_dropout_of_the_weights_stays():
     report = GraphReport("test", inference=True)
     run_passes(gm.graph, report, [], always=True, kernels=lambda op: True)
     assert not fired(report)
+
+
+class LooksLikeAttention(nn.Module):
+    """What Inductor takes for attention, though it runs over other dimensions."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.dim = dim
+
+    def forward(self, x):
+        q, k, v = (layer(x).view(4, 4, 4, 8) for layer in (self.query, self.key, self.value))
+        # One permutation instead of two, if the softmax is what attention has.
+        k = k.permute(0, 2, 3, 1) if self.dim == -1 else k.transpose(1, 2).transpose(-1, -2)
+        return ((q.transpose(1, 2) @ k) * 0.5).softmax(self.dim) @ v.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1])
+def test_inductor_sees_no_attention_in_other_dimensions(dim: int) -> None:
+    torch.manual_seed(0)
+    model, x = LooksLikeAttention(dim).eval(), torch.randn(4, 4, 32)
+    compiled = torch.compile(model, backend="ipex", options={"ipex.program": False})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))

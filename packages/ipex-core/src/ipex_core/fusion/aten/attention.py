@@ -21,6 +21,7 @@ from ipex_core.fusion.aten import (
     CASTS,
     READER,
     Context,
+    arguments,
     binary,
     describe,
     is_call,
@@ -45,6 +46,7 @@ __all__ = [
     "VIEWS",
     "find_scores",
     "fuse_attention",
+    "guard_attention",
     "spelled",
     "sum_masks",
 ]
@@ -730,3 +732,42 @@ def _padded(
         return value, None
     made.append(ctx.call(root, aten.constant_pad_nd.default, (value, [0, size - own])))
     return made[-1], own
+
+
+# --- what Inductor takes for attention --------------------------------------------------------------------------------
+
+
+def guard_attention(ctx: Context) -> None:
+    """Write what only looks like attention such that Inductor does not take it for attention.
+
+    Its patterns compare ops, but not the numbers among their arguments: a softmax over queries or heads passes for one
+    over keys, and keys that one permutation brings from ``[B, S, H, D]`` to ``[B, H, D, S]`` for keys of which only the
+    last two dimensions are swapped (pytorch/pytorch 196468 and 195320).
+    """
+    for node in ctx.nodes(aten.div.Tensor):
+        above, below = node.args[:2]
+        if not is_call(above, aten.exp.default) or not is_call(below, aten.sum.dim_IntList):
+            continue
+        given, rank = arguments(below), len(shape_of(above) or ())
+        if (
+            given["self"] is above
+            and given["dim"]
+            and [d % rank for d in given["dim"]] != [rank - 1]
+        ):
+            inverse = ctx.call(node, aten.reciprocal.default, (below,))
+            node.replace_all_uses_with(ctx.call(node, aten.mul.Tensor, (above, inverse)))
+            ctx.graph.erase_node(node)
+    for product in ctx.nodes(*_PRODUCTS):
+        keys: Any = product.args[-1]
+        while is_call(keys, *VIEWS, *COPIES):
+            keys = keys.args[0]
+        if not is_call(keys, aten.permute.default) or _swaps(keys):
+            continue
+        dims = [int(d) % len(keys.args[1]) for d in keys.args[1]]
+        *first, last, middle = dims
+        if len(dims) < 3:
+            continue
+        swapped = [*range(len(first)), len(first) + 1, len(first)]
+        rows = ctx.call(keys, aten.permute.default, (keys.args[0], [*first, middle, last]))
+        keys.replace_all_uses_with(ctx.call(keys, aten.permute.default, (rows, swapped)))
+        ctx.graph.erase_node(keys)
