@@ -246,3 +246,36 @@ def test_attention_of_a_stock_model_under_autocast():
 class Double(nn.Module):
     def forward(self, x):
         return x * 2
+
+
+class Kept:
+    """An object in a result, as transformers has caches."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+
+def test_what_lies_in_an_object_of_the_result_is_part_of_the_trace() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.value = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            keys = self.key(x)
+            return torch.relu(self.value(keys)), Kept(keys)
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            y, kept = self.inner(x)
+            return y, kept.keys, y + kept.keys
+
+    model, x, other = Inner().eval(), torch.randn(3, 64), torch.randn(3, 64)
+    with torch.no_grad():
+        program = torch.jit.freeze(torch.jit.trace(Outer(optimize(model)).eval(), x))
+        for got, expected in zip(program(other), Outer(model)(other), strict=True):
+            torch.testing.assert_close(got, expected)

@@ -153,6 +153,11 @@ _ROUNDED = (
     "results that are rounded less often would fail the check of torch.jit.trace (check_trace), and no parameter wants"
     " gradients, which would tell when the trace is frozen; call ipex.jit.fuse on the frozen program"
 )
+#: Why a trace is left alone whose result has tensors out of sight.
+_HIDDEN = (
+    "its result has a %s, which may hold tensors; leave it out (a cache: use_cache=False), or call ipex.jit.fuse on the"
+    " frozen program"
+)
 
 _UNTIL_FROZEN = """
 def until_frozen({names}):
@@ -234,6 +239,12 @@ def _record(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return None  # the forward writes to something that it keeps
         if not flat.tensors:
             return None  # it returns no tensor
+        objects = [type(v).__name__ for v in flat.form.others if not isinstance(v, _PLAIN)]
+        if objects:  # the trace would not know the tensors in it
+            log.info(
+                "torch.jit.trace: %s is recorded without fusion: %s", name, _HIDDEN % objects[0]
+            )
+            return None
         parameter = None
         with torch.no_grad():
             fused, stock = (one(*(t.clone() for t in tensors)) for one in (program, plain))

@@ -745,7 +745,8 @@ def guard_attention(ctx: Context) -> None:
     last two dimensions are swapped (pytorch/pytorch 196468 and 195320).
     """
     for node in ctx.nodes(aten.div.Tensor):
-        above, below = node.args[:2]
+        above: Any = node.args[0]
+        below: Any = node.args[1]
         if not is_call(above, aten.exp.default) or not is_call(below, aten.sum.dim_IntList):
             continue
         given, rank = arguments(below), len(shape_of(above) or ())
