@@ -25,6 +25,8 @@ from ipex_quant import (
     default_dynamic_qconfig_mapping,
     default_static_qconfig,
     default_static_qconfig_mapping,
+    get_smooth_quant_qconfig_mapping,
+    get_weight_only_quant_qconfig_mapping,
     prepare,
 )
 from ipex_quant.int8.dataflow import Add
@@ -262,6 +264,41 @@ def test_layer_called_twice() -> None:
     quantized = convert(calibrated(model, x))
     assert quantized[0] is quantized[2] and isinstance(quantized[0], Int8Linear)
     assert near(quantized(x), model(x), 0.99)
+
+
+class _ByName(nn.Module):
+    """Calls its layers with keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+        self.pool, self.up = nn.MaxPool2d(2), nn.ConvTranspose2d(8, 8, 2)
+        self.flat, self.ln, self.linear = nn.Flatten(), nn.LayerNorm(128), nn.Linear(128, 16)
+        self.rms, self.last = nn.RMSNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(input=self.norm(input=self.conv(input=x)))
+        y = self.ln(input=self.flat(input=self.up(input=self.pool(input=y))))
+        return self.last(input=self.rms(x=self.linear(input=y)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        default_static_qconfig_mapping,
+        get_smooth_quant_qconfig_mapping(alpha="auto"),
+        default_dynamic_qconfig_mapping,
+        get_weight_only_quant_qconfig_mapping(),
+    ],
+)
+def test_layers_called_by_name(mapping: Any) -> None:
+    model = _ByName().eval()
+    x = torch.randn(2, 3, 8, 8)
+    prepared = prepare(model, mapping, example_inputs=x)
+    assert torch.allclose(prepared(x), model(x), atol=1e-5)
+    found = convert(prepared)
+    assert near(found(x), model(x)) and type(found.linear) is not nn.Linear
 
 
 @torch.no_grad()

@@ -272,8 +272,9 @@ class Fused(nn.Identity):
         self.step, self.layer = step, layer
         self.__dict__["original"] = original  # no part of the model
 
-    def forward(self, x: Any) -> Any:
-        """Return the result of the layer."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the layer; the module that stood here may have another name for its argument."""
+        (x,) = (*args, *kwargs.values())
         result = take(x, self.step)
         if result is not None:
             return result
@@ -313,9 +314,9 @@ class Start(nn.Identity):
             if hasattr(stood, name):
                 setattr(self, name, getattr(stood, name))
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         """Return the input, for the sum."""
-        return Early(x, self.steps, self.layer, sized=False)
+        return Early(input, self.steps, self.layer, sized=False)
 
     def extra_repr(self) -> str:
         """Return where it is computed."""

@@ -76,15 +76,18 @@ class Watch:
         """Observe calls of the module from now on."""
         module = model.get_submodule(self.name)
         if self.position < 0:
-            module.register_forward_hook(self)
+            module.register_forward_hook(self, with_kwargs=True)
         else:
-            module.register_forward_pre_hook(self)
+            module.register_forward_pre_hook(self, with_kwargs=True)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], result: Any = None) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None
+    ) -> None:
         """Observe the argument, or the result, of a call."""
         if not self.enabled:
             return
-        self.observe(args[self.position] if self.position >= 0 else result, self.name)
+        given = (*args, *kwargs.values())
+        self.observe(given[self.position] if self.position >= 0 else result, self.name)
 
     def observe(self, x: Tensor, name: str, counts: bool = True) -> None:
         """Take a tensor into account; ``name`` is the module that it was seen at."""
@@ -139,10 +142,11 @@ class Reader:
     name: str
     watch: Watch
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Observe the argument of a call."""
-        if self.watch.enabled and not self.watch.knows(args[0]):
-            self.watch.observe(args[0], self.name, counts=False)
+        x = (*args, *kwargs.values())[0]
+        if self.watch.enabled and not self.watch.knows(x):
+            self.watch.observe(x, self.name, counts=False)
 
 
 def channel_observer() -> Any:
@@ -334,14 +338,20 @@ def _rounding(model: nn.Module, groups: Sequence[Group], alpha: float) -> Iterat
                 module: Any = model.get_submodule(layer.path)
                 weight = rounded_weight(module.weight.float() / factor)
                 hook = functools.partial(_product, factor, scale, weight)
-                hooks.enter_context(module.register_forward_hook(hook))
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         yield
 
 
 def _product(
-    factor: Tensor, scale: Scale, weight: Tensor, module: Any, args: Any, result: Tensor
+    factor: Tensor,
+    scale: Scale,
+    weight: Tensor,
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Tensor,
 ) -> Tensor:
-    x = rounded(args[0].float() * factor, scale)
+    x = rounded((*args, *kwargs.values())[0].float() * factor, scale)
     bias = None if module.bias is None else module.bias.float()
     return nn.functional.linear(x, weight, bias).to(result.dtype)
 

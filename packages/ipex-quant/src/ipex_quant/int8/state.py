@@ -113,7 +113,9 @@ def _put(model: nn.Module, state: Prepared) -> None:
     for layer in state.plan.layers.values():
         watch = state.watches[layer.source]
         if (watch.name, watch.position) != (layer.path, 0):
-            model.get_submodule(layer.path).register_forward_pre_hook(Reader(layer.path, watch))
+            model.get_submodule(layer.path).register_forward_pre_hook(
+                Reader(layer.path, watch), with_kwargs=True
+            )
 
 
 def _watch_blocks(model: nn.Module, state: Prepared) -> None:

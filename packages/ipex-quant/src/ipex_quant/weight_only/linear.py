@@ -140,9 +140,9 @@ class WoqLinearModule(nn.Module):
 
     # -- computing ------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute ``x @ weight.T + bias``; the result has the dtype of ``x``."""
-        return self.fused(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute ``input @ weight.T + bias``; the result has the dtype of ``input``."""
+        return self.fused(input)
 
     def fused(
         self,

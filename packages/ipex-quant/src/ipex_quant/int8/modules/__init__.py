@@ -27,6 +27,11 @@ def result_dtype(x: Any) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.float32
 
 
+def _input(input: Any) -> Any:
+    """Return the argument of a layer of torch, which may be given by its name."""
+    return input
+
+
 def codes_or_float(x: Any, scale: Scale) -> Tensor:
     """Return the uint8 codes of a scale if an argument has them, and its numbers otherwise."""
     if type(x) is Codes:
@@ -255,11 +260,10 @@ class Int8Layer(ShowsFloatWeight, ScaledModule):
                 self._buffers[name] = old.to(new.device)  # codes and scales have one dtype only
         return self
 
-    def _operands(self, *args: Any) -> tuple[Any, Any]:
+    def _operands(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Return input and residual of a call, which come in the order of the sum that was fused."""
         if self.residual_position is None:
-            (x,) = args
-            return x, None
+            return _input(*args, **kwargs), None
         first, second = args
         x, residual = (second, first) if self.residual_position == 0 else (first, second)
         taken = take(x, self.place)

@@ -167,9 +167,9 @@ class Int8Conv(_Convolution):
         """Channels that it gives."""
         return self.weight_shape()[0]
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the convolution's output."""
-        x, residual = self._operands(*args)
+        x, residual = self._operands(*args, **kwargs)
         wanted = result_dtype(x)
         x, free = codes_or_float(x, self.input), False
         if residual is not None:
@@ -274,11 +274,11 @@ class Int8ConvTranspose(_Convolution):
         once = {k: self._once(v) for k, v in tensors.items() if k in ("weight_scale", "bias")}
         return about, {**tensors, **once}
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         """Return the transposed convolution's output."""
-        wanted = result_dtype(x)
-        codes = codes_or_float(x, self.input)
-        if x.dim() == len(self.stride) + 1:
+        wanted = result_dtype(input)
+        codes = codes_or_float(input, self.input)
+        if input.dim() == len(self.stride) + 1:
             return self._give(self._compute(codes.unsqueeze(0), wanted).squeeze(0), wanted)
         return self._give(self._compute(codes, wanted), wanted)
 

@@ -158,9 +158,9 @@ class Int8Linear(Int8Layer):
         x = plain(x)
         return x if self.smooth is None else x * self.smooth.to(x.dtype)
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output."""
-        x, residual = self._operands(*args)
+        x, residual = self._operands(*args, **kwargs)
         if self.smooth is not None:
             x = self._smoothed(x)
         like = result_dtype(x)
@@ -263,9 +263,9 @@ class SmoothNorm(Int8Module):
         made = cls(name, isinstance(norm, nn.RMSNorm), norm.eps, weight, shifted, factor.clone())
         return made.eval()
 
-    def forward(self, x: Any) -> Any:
-        """Return the product, for the layers that know it."""
-        x = plain(x)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the product, for the layers that know it; the two norms name their input differently."""
+        (x,) = map(plain, (*args, *kwargs.values()))
         shape = self.weight.shape
         if self.rms:
             y = nn.functional.rms_norm(x, shape, self.weight, self.eps)

@@ -107,12 +107,12 @@ class _Pool(Int8Module):
 class Int8MaxPool(_Pool):
     """Maximum pooling of one to three dimensions that takes uint8 codes too, of any size, which stock does not."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         """Return the maxima."""
-        codes = x.get(x.scale) if type(x) is Codes else plain(x)
-        if codes.dtype != torch.uint8 or type(x) is not Codes:
+        codes = input.get(input.scale) if type(input) is Codes else plain(input)
+        if codes.dtype != torch.uint8 or type(input) is not Codes:
             return self._stock("max_pool", codes)
-        return x.like(self._maxima(codes))
+        return input.like(self._maxima(codes))
 
     def _maxima(self, x: Tensor) -> Tensor:
         dims = len(self.stride)
@@ -177,9 +177,9 @@ class Int8AvgPool(_Pool, ScaledModule):
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         return self  # the constants have one dtype only
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         """Return the averages."""
-        codes = codes_or_float(x, self.scale)
+        codes = codes_or_float(input, self.scale)
         if codes.dtype != torch.uint8:
             return self._stock("avg_pool", codes)
         scale, zero = self.scale.scale, self.scale.zero
@@ -187,7 +187,7 @@ class Int8AvgPool(_Pool, ScaledModule):
         head = (codes, self.weight, self.weight_scale, scale, zero, None)
         window = (self.stride, self.padding, ones, self.channels)
         y = int8_conv(*head, *window, "none", torch.uint8, scale, zero, None, 1.0, 0)
-        return x.like(y)
+        return input.like(y)
 
 
 class Int8Mean(ScaledModule):
@@ -200,10 +200,10 @@ class Int8Mean(ScaledModule):
         super().__init__()
         self.dims, self.keepdim, self.scale = dims, keepdim, scale
 
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, input: Any) -> Tensor:
         """Return the mean."""
-        wanted = result_dtype(x)
-        x = codes_or_float(x, self.scale)
+        wanted = result_dtype(input)
+        x = codes_or_float(input, self.scale)
         if x.dtype != torch.uint8:
             return x.mean(self.dims, self.keepdim)  # type: ignore[no-any-return]
         total = x.sum(self.dims, self.keepdim, dtype=torch.int32)
