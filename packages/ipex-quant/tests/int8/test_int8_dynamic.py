@@ -19,6 +19,7 @@ from torch.ao.quantization import (
     QConfig,
     QConfigMapping,
 )
+from torch.utils._pytree import tree_leaves
 
 import ipex_quant
 from ipex_core import explain, optimize
@@ -129,6 +130,25 @@ def test_dynamic_recurrent_without_bias(kind: Any, tmp_path: Path) -> None:
     save(fast, tmp_path / "m")
     again = load(tmp_path / "m", nn.ModuleList([kind(8, 16, bias=False, **options)]))
     assert torch.equal(again[0](x)[0], got[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_dynamic_recurrent_inputs(kind: Any) -> None:
+    """Inputs and states without a batch, and in bfloat16, as a layer before it gives in a region of autocast."""
+    cell = kind.__name__.endswith("Cell")
+    model = nn.ModuleList([kind(8, 16)]).eval()
+    layer, stock = convert(prepare(model, default_dynamic_qconfig_mapping))[0], model[0]
+    state: Any = torch.randn(16) if cell else torch.randn(1, 16)
+    state = (state, state + 1) if "LSTM" in kind.__name__ else state
+    lead = () if cell else (5,)
+    for x, more in ((torch.randn(*lead, 8), (state,)), (torch.randn(*lead, 3, 8), ())):
+        got, want = tree_leaves(layer(x, *more)), tree_leaves(stock(x, *more))
+        assert [it.shape for it in got] == [it.shape for it in want]
+        assert all(near(a, b) for a, b in zip(got, want, strict=True))
+        low = tree_leaves(layer(x.bfloat16(), *more))
+        assert {it.dtype for it in low} == {torch.bfloat16}
+        assert all(near(a.float(), b) for a, b in zip(low, want, strict=True))
 
 
 NO_FORM: list[tuple[dict[str, Any], torch.dtype, str]] = [
@@ -357,7 +377,7 @@ def test_what_has_no_dynamic_form_is_reported() -> None:
         name: f"stays float: no dynamic INT8 form of {type(kinds[name]).__name__}"
         for name in ("rnn", "attention", "conv", "bag")
     }
-    assert type(found["gru"]) is torch.ao.nn.quantized.dynamic.GRU
+    assert isinstance(found["gru"], torch.ao.nn.quantized.dynamic.GRU)
     named = QConfigMapping().set_object_type(nn.GRU, ipex_quant.default_dynamic_qconfig)
     assert [row.module for row in explain(convert(prepare(model, named))).rows] == ["gru"]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import math
 import warnings
 from collections.abc import Mapping
@@ -14,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconfig
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.module_swap.state_dict import update
 from ipex_core.optimization.passes.prepack import auto_channels_last
 from ipex_core.optimization.records import Quantization, Record, quantization_of
-from ipex_core.util import quiet
 from ipex_quant.int8.boundary import Codes, Early, Fused, Scale, Start
 from ipex_quant.int8.dataflow import tensors_of
 from ipex_quant.int8.modules import output_rows
@@ -35,7 +32,7 @@ from ipex_quant.int8.modules.linear import (
 )
 from ipex_quant.int8.modules.matmul import int8_product
 from ipex_quant.int8.modules.pool import Int8Mean, pool_for
-from ipex_quant.int8.modules.recurrent import with_bias
+from ipex_quant.int8.modules.recurrent import from_float as recurrent_from_float
 from ipex_quant.int8.observe import Watch
 from ipex_quant.int8.plan import Layer, Plan, float_layer, root
 from ipex_quant.int8.state import Prepared, detach, forget, replan, scales_of_layers, state_of
@@ -468,11 +465,7 @@ def _dynamic(path: str, module: Any) -> Any:
         made = DynamicInt8Linear(codes, steps, module.bias)
         made.name, made.float_dtype = path, module.weight.dtype
         return made.eval()
-    recurrent = importlib.import_module("torch.ao.nn.quantized.dynamic")
-    module = with_bias(module)
-    module.qconfig = stock_dynamic_qconfig
-    with quiet():  # torch's note to itself about the tensors it keeps weights in
-        return getattr(recurrent, type(module).__name__).from_float(module)
+    return recurrent_from_float(module)
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -106,8 +106,8 @@ def _is_recurrent(module: nn.Module) -> bool:
     """Return whether a module is a recurrent layer of torch with int8 weights."""
     kind = type(module)
     # Importing the classes to compare with costs much more than a name.
-    return kind.__name__ in RECURRENT and kind.__module__.startswith(
-        "torch.ao.nn.quantized.dynamic"
+    return kind.__name__ in RECURRENT and any(
+        it.__module__.startswith("torch.ao.nn.quantized.dynamic") for it in kind.__mro__
     )
 
 

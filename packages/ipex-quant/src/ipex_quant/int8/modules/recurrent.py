@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.ao.nn.quantized import dynamic
+from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconfig
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 
 from ipex_core.library.spec import dtype_name
 from ipex_core.util import quiet
@@ -23,9 +26,75 @@ Tensor = torch.Tensor
 _LEAST = 1 << 20
 
 
-@functools.cache
-def _module() -> Any:
-    return importlib.import_module("torch.ao.nn.quantized.dynamic")
+class _TakesMore:
+    """Takes what the float layer takes and torch's INT8 form does not: bfloat16, and input without a batch.
+
+    Results have the dtype of the input.
+    """
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Return what the layer of torch returns."""
+        module: Any = self
+        cell = type(module).__name__.endswith("Cell")
+        packed = isinstance(input, PackedSequence)
+        given = input.data if packed else input
+        single = not packed and given.dim() == (1 if cell else 2)
+        states = 0 if cell else 1  # where states have their batch
+        batch = 0 if cell or module.batch_first else 1
+
+        def enter(x: Any, dim: int) -> Any:
+            x = x.to(torch.float32) if given.is_floating_point() else x
+            return x.unsqueeze(dim) if single else x
+
+        def leave(x: Any, dim: int) -> Any:
+            return (x.squeeze(dim) if single else x).to(given.dtype)
+
+        hx = tree_map_only(Tensor, lambda x: enter(x, states), hx)
+        result = super().forward(enter(input, batch), hx)  # type: ignore[misc]
+        if cell:
+            return tree_map_only(Tensor, lambda x: leave(x, 0), result)
+        output, hidden = result
+        return leave(output, batch), tree_map_only(Tensor, lambda x: leave(x, 1), hidden)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Return what ``torch.jit.script`` can compile: the layer of torch."""
+        plain: Any = copy.copy(self)
+        plain.__class__ = getattr(dynamic, type(self).__name__)
+        return plain
+
+
+class LSTM(_TakesMore, dynamic.LSTM):
+    """`torch.nn.LSTM` with int8 weights."""
+
+
+class GRU(_TakesMore, dynamic.GRU):
+    """`torch.nn.GRU` with int8 weights."""
+
+
+class LSTMCell(_TakesMore, dynamic.LSTMCell):
+    """`torch.nn.LSTMCell` with int8 weights."""
+
+
+class GRUCell(_TakesMore, dynamic.GRUCell):
+    """`torch.nn.GRUCell` with int8 weights."""
+
+
+class RNNCell(_TakesMore, dynamic.RNNCell):
+    """`torch.nn.RNNCell` with int8 weights."""
+
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (LSTM, GRU, LSTMCell, GRUCell, RNNCell)}
+
+
+def from_float(layer: Any) -> nn.Module:
+    """Return the INT8 form of a recurrent layer or cell."""
+    layer = with_bias(layer)
+    layer.qconfig = stock_dynamic_qconfig
+    kind = type(layer).__name__
+    with quiet():  # torch's note to itself about the tensors it keeps weights in
+        made: nn.Module = getattr(dynamic, kind).from_float(layer)
+    made.__class__ = _KINDS[kind]  # torch makes the classes that it knows
+    return made
 
 
 def why_no_form(layer: Any) -> str:
@@ -74,7 +143,7 @@ def from_saved(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Mo
     options = {name: value for name, value in about.items() if name != "kind"}
     _check_sizes(options, tensors)
     with quiet():  # torch's note to itself about the tensors it keeps weights in
-        made = getattr(_module(), about["kind"])(**options)
+        made = _KINDS[about["kind"]](**options)
         values: dict[str, Tensor | None] = {}
         shapes = {name: list(weight.shape) for name, weight in made.get_weight().items()}
         biases = {name: value for name, value in made.get_bias().items() if value is not None}
