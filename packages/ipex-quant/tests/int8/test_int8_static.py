@@ -266,6 +266,56 @@ def test_layer_called_twice() -> None:
     assert near(quantized(x), model(x), 0.99)
 
 
+class _Views(nn.Module):
+    """Flattens images with `view`, which wants them in contiguous order."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.conv, self.act, self.linear = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Linear(288, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.function(self.act(self.conv(x)))
+        flat = y.view(y.size(0), -1)
+        return self.linear(flat), flat.sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "function", [torch.clone, torch.sigmoid, nn.Identity(), nn.MaxPool2d(3, 1, 1)]
+)
+def test_views_of_images(function: Any, tmp_path: Path) -> None:
+    model = _Views(function).eval()
+    for x in (torch.randn(1, 3, 8, 8), torch.randn(2, 3, 8, 8)):
+        found = convert(calibrated(model, x))
+        y = torch.randn(3, 3, 8, 8)
+        assert all(near(a, b) for a, b in zip(found(y), model(y), strict=True))
+        assert found.conv.contiguous
+        ipex_quant.save(found, tmp_path / f"m{len(x)}")
+        again = ipex_quant.load(tmp_path / f"m{len(x)}", copy.deepcopy(model))
+        assert torch.equal(again(y)[0], found(y)[0])
+
+
+@torch.no_grad()
+def test_views_that_any_order_has() -> None:
+    """A shuffle of channels costs no copy."""
+
+    class Shuffle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.conv(x))
+            b, c, h, w = y.shape
+            y = y.view(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, c, h, w)
+            return self.last(y).view(b, 4, h * w)
+
+    found = convert(calibrated(Shuffle().eval(), torch.randn(1, 3, 8, 8)))
+    assert not found.conv.contiguous and not found.last.contiguous
+    assert found(torch.randn(2, 3, 8, 8)).shape == (2, 4, 36)
+
+
 class _ByName(nn.Module):
     """Calls its layers with keyword arguments."""
 

@@ -404,7 +404,7 @@ def _build(layer: Layer, module: Any, scale: Scale, factor: Tensor | None) -> An
     made.set_input(scale)
     made.activation = layer.activation
     made.name = path
-    made.contiguous = layer.kind != "linear" and not auto_channels_last()
+    made.contiguous = layer.kind != "linear" and (layer.contiguous or not auto_channels_last())
     made.residual_position = layer.residual
     made.place, made.after = layer.place, layer.after
     return made.eval()

@@ -49,6 +49,7 @@ class Layer:
         residual_codes: Whether the other operand comes as codes.
         residual_free: Whether these codes may be overwritten.
         codes: Whether the result is codes.
+        contiguous: Whether a forward views the result in a way that channels-last order does not allow.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Layer:
     residual_codes: bool = False
     residual_free: bool = False
     codes: bool = False
+    contiguous: bool = False
 
     @property
     def before(self) -> tuple[str, ...]:
@@ -148,6 +150,7 @@ def make_plan(
     for layer in sums.values():
         layer.residual_codes = root(flow, layer.residual_value) in coded
         layer.residual_free = layer.residual_value in coded and _read_last(plan, flow, layer)
+    _find_views(plan, flow)
     plan.pools = pools_with_codes(plan, flow, modules)
     _find_watches(plan, flow)
     _find_norms(plan, flow, modules)
@@ -168,6 +171,44 @@ def _read_last(plan: Plan, flow: Flow, layer: Layer) -> bool:
     ):
         return False
     return all(it.path == layer.place or when(it.path) < when(layer.path) for it in readers)
+
+
+#: What gives its result in an order of its own, whatever the order of its input.
+_OWN_ORDER = frozenset({"linear", "norm", "mean", "product"})
+
+
+def _find_views(plan: Plan, flow: Flow) -> None:
+    """Mark the convolutions whose results reach a view that channels-last order does not allow."""
+    made = {layer.result: layer for layer in plan.layers.values() if layer.kind == "conv"}
+    made |= {v: it for it in made.values() for call in flow.calls[it.path] for v in call.outputs}
+    pending = [
+        it.inputs[0] for it in flow.events if it.name in ("view", "view_as") and _is_lost(it)
+    ]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        event = flow.producers.get(value)
+        if value in made:
+            made[value].contiguous = True
+        elif event is not None and value not in seen and event.role not in _OWN_ORDER:
+            pending += event.inputs
+        seen.add(value)
+
+
+def _is_lost(event: Event) -> bool:
+    """Return whether a view of contiguous images is none of channels-last ones, in batches of any size."""
+    if event.role != "function" or len(event.shapes[0]) < 3 or len(event.shape) == 0:
+        return False
+    (batch, channels, *sizes), (first, *rest) = event.shapes[0], event.shape
+    if batch == 1 and first != 1:
+        return True
+    more = 2 if first == batch else 1
+    images = torch.empty((more * batch, *sizes, channels), device="meta").movedim(-1, 1)
+    try:
+        images.view(more * first, *rest)
+    except RuntimeError:
+        return True
+    return False
 
 
 def pools_with_codes(plan: Plan, flow: Flow, modules: dict[str, nn.Module]) -> list[Pool]:
