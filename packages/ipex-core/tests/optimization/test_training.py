@@ -256,6 +256,80 @@ def test_grad_scaler_skips_steps_that_overflow() -> None:
     assert all(torch.equal(first[k], second[k]) for k in ("0.weight", "4.weight"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_grad_scaler_hands_its_scale_to_fused_optimizers(
+    kind: Any, split: bool, dtype: torch.dtype
+) -> None:
+    """With ``fused=True`` the step unscales, and leaves out what overflowed."""
+    models = []
+    for fused in (None, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).train()
+        optimizer = kind(model.parameters(), lr=0.1, fused=fused)
+        model, optimizer = optimize(
+            model, optimizer=optimizer, dtype=dtype, split_master_weight_for_bf16=split
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = model(x).float().square().sum() * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        models.append(model)
+    for want, got in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert want.isfinite().all()
+        torch.testing.assert_close(got, want)
+
+
+def test_first_gradient_after_other_steps() -> None:
+    """torch's fused op of SGD takes momenta of all parameters or of none."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).train()
+
+    def made() -> Any:
+        return torch.optim.SGD(stock.parameters(), lr=0.1, momentum=0.9)
+
+    fast, optimizer = optimize(stock, optimizer=made())
+    for model, other in ((stock, made()), (fast, optimizer)):
+        for depth in (1, 1, 2, 2):
+            other.zero_grad()
+            model[:depth](torch.ones(2, 8)).square().sum().backward()
+            other.step()
+    for want, got in zip(stock.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("split", [True, False])
+def test_gradients_that_are_there(dtype: torch.dtype, split: bool) -> None:
+    """Gradients that were accumulated before `optimize`, and before `restore`, count."""
+    torch.manual_seed(0)
+    models = []
+    for low in (False, True):
+        model = nn.Linear(8, 8).train()
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        x = torch.ones(2, 8)
+        model(x).sum().backward()
+        if low:
+            options = {"dtype": dtype, "split_master_weight_for_bf16": split, "inplace": True}
+            optimize(model, optimizer=optimizer, **options)
+        model(x).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model(x).float().square().sum().backward()
+        if low:
+            restore(model)
+        optimizer.step()
+        models.append(model)
+    torch.testing.assert_close(models[1].weight, models[0].weight, rtol=0.02, atol=0.02)
+
+
 class Wrapper(torch.optim.Optimizer):
     """As `ZeroRedundancyOptimizer` and Lookahead do: another optimizer has the state and does the step."""
 

@@ -120,8 +120,20 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
             if not stock_step(self, kind):
                 with _stock_fused(self, kind):
                     original(self)
-    _fused_step(self, fused, low)
+    if _unscale(self, low):
+        _fused_step(self, fused, low)
     return loss
+
+
+def _unscale(optimizer: Any, low: list[_Low]) -> bool:
+    """Do what `torch.amp.GradScaler` leaves to steps with ``fused=True``; return whether the step is to be done."""
+    found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    if found_inf is not None and bool(found_inf):
+        return False
+    if scale is not None:
+        for _, _, grad, _ in low:
+            grad.div_(scale)
+    return True
 
 
 def _in_16_bits(optimizer: Any) -> tuple[list[_Low], bool]:
@@ -221,6 +233,11 @@ def _fusable(group: dict[str, Any], kind: type[Optimizer], states: Any) -> bool:
         return False
     if any_spread(params):
         return kind in _STOCK_FUSED_SPREAD
+    if kind is torch.optim.SGD and group["momentum"]:
+        # torch's fused op takes buffers of all parameters or of none: some may get their first gradient later.
+        stepped = [p for p in params if p.grad is not None]
+        if len({states.get(p, {}).get("momentum_buffer") is None for p in stepped}) > 1:
+            return False
     for p in params:
         if p.grad is None:
             continue

@@ -88,6 +88,7 @@ class Masters:
     def add(self, parameter: nn.Parameter, dtype: torch.dtype, split: bool) -> None:
         """Take a float32 parameter to 16 bits."""
         value = parameter.detach()
+        grad, parameter.grad = parameter.grad, None
         if split:
             dense = value.contiguous()
             top, rest = torch.ops.ipex.split_float_bfloat16(dense)
@@ -98,9 +99,9 @@ class Masters:
         else:
             rest = value.clone(memory_format=torch.preserve_format)
             parameter.data = value.to(dtype)
-            if dtype == torch.float16:
-                parameter.grad = None
             _widen_gradient(parameter)
+        if grad is not None:  # of a step that is accumulated
+            parameter.grad = grad if dtype == torch.float16 else grad.to(dtype)
         self._of[parameter] = _Master(rest, parameter._version, dtype)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
@@ -146,10 +147,11 @@ class Masters:
     def remove(self, parameter: nn.Parameter) -> None:
         """Make a parameter float32 again."""
         value = self.value(parameter)
-        parameter.grad = None
+        grad, parameter.grad = parameter.grad, None
         if parameter.dtype == torch.float16:
             parameter.grad_dtype = None
         parameter.data = value
+        parameter.grad = None if grad is None else grad.to(value.dtype)
         del self._of[parameter]
 
     @contextlib.contextmanager
