@@ -266,6 +266,42 @@ def test_layer_called_twice() -> None:
     assert near(quantized(x), model(x), 0.99)
 
 
+class _Sum(nn.Module):
+    """A convolution, a sum, ReLU, a convolution."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.first, self.act, self.second = conv(6, 8, 3), nn.ReLU(), conv(8, 4, 1)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x) + other))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_sums_with_operands_of_other_sizes(dims: int) -> None:
+    model, x = _Sum(dims).eval(), torch.randn(3, 6, *[5] * dims)
+    full = (8, *[3] * dims)
+    ones = [1] * dims
+    for shape in ((), (1,), (1, *full), full, (3, 8, *ones), (1, 1, *ones)):
+        other = torch.randn(shape)
+        prepared = prepare(model, default_static_qconfig_mapping, (x, other))
+        prepared(x, other)
+        assert near(convert(prepared)(x, other), model(x, other))
+    small, other = torch.randn(3, 6, *[3] * dims), torch.randn(3, *full)
+    prepared = prepare(model, default_static_qconfig_mapping, (small, other))
+    prepared(small, other)
+    assert near(convert(prepared)(small, other), model(small, other))
+    # The sizes were the same in the example: the sum is fused.
+    other = torch.randn(1, *full)
+    prepared = prepare(model, default_static_qconfig_mapping, (x[:1], other))
+    prepared(x, other)
+    found = convert(prepared)
+    assert found.first.__class__.__name__ == "Start"
+    assert near(found(x, other), model(x, other))
+
+
 class _Views(nn.Module):
     """Flattens images with `view`, which wants them in contiguous order."""
 

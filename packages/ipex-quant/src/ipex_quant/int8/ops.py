@@ -107,6 +107,17 @@ def _run(
     *,
     free: bool = False,
 ) -> Tensor:
+    if residual is not None and list(residual.shape) != _sizes(
+        x, weight, stride, padding, dilation
+    ):
+        # oneDNN adds what has the size of its result only.
+        window = (stride, padding, dilation, groups)
+        y = _run(x, weight, weight_scale, x_scale, x_zero, bias, *window, *_FLOAT_RESULT)
+        if residual.dtype == torch.uint8:
+            residual = _dequantize(residual, residual_scale, residual_zero, torch.float32)
+        y = y + residual
+        y = y if activation == "none" else getattr(functional, activation)(y)
+        return quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
     one_d = weight.dim() == 3
     if one_d:  # oneDNN fuses more after two dimensions than after one
         x, stride, padding, dilation = x.unsqueeze(-2), [1, *stride], [0, *padding], [1, *dilation]
@@ -155,6 +166,20 @@ def _run(
         y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
     y = y.squeeze(0) if single else y
     return y.squeeze(-2) if one_d else y
+
+
+#: From the activation on, what gives the plain convolution as float32.
+_FLOAT_RESULT: tuple[Any, ...] = ("none", torch.float32, 1.0, 0, None, 1.0, 0)
+
+
+def _sizes(
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
+) -> list[int]:
+    """Return the sizes of the result of a convolution."""
+    dims = len(stride)
+    window = zip(x.shape[-dims:], weight.shape[2:], stride, padding, dilation, strict=False)
+    places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in window]
+    return [*x.shape[: -dims - 1], weight.shape[0], *places]
 
 
 def _plus_residual(
