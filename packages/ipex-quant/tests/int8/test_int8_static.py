@@ -302,6 +302,31 @@ def test_sums_with_operands_of_other_sizes(dims: int) -> None:
     assert near(found(x, other), model(x, other))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("lead", [(4,), (3, 5)])
+def test_sums_of_linear_layers_with_operands_of_other_sizes(lead: tuple[int, ...]) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x) + other))
+
+    model, x = Sum().eval(), torch.randn(*lead, 6)
+    for shape in ((), (1,), (8,), (1, *lead[1:], 8), (*lead, 1), (2, *lead, 8)):
+        other = torch.randn(shape)
+        prepared = prepare(model, default_static_qconfig_mapping, (x, other))
+        prepared(x, other)
+        assert near(convert(prepared)(x, other), model(x, other))
+    other = torch.randn(1, *lead[1:], 8)  # fused, as the sizes were the same in the example
+    prepared = prepare(model, default_static_qconfig_mapping, (x[:1], other))
+    prepared(x, other)
+    found = convert(prepared)
+    assert found.first.__class__.__name__ == "Start"
+    assert near(found(x, other), model(x, other))
+
+
 class _Views(nn.Module):
     """Flattens images with `view`, which wants them in contiguous order."""
 

@@ -323,8 +323,8 @@ def _fuse(
         other = [value for value in event.inputs if value != layer.result]
         adds = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
         adds &= not _sizes_asked(flow, layer)
-        if layer.kind == "conv":  # which adds no operand of another size, nor one without a batch
-            adds &= event.shapes[0] == event.shapes[1] and not any(map(flow.constant, other))
+        # The kernels add no operand of another size; a parameter has no batch.
+        adds &= event.shapes[0] == event.shapes[1] and not any(map(flow.constant, other))
         if len(event.inputs) == 2 and len(other) == 1 and adds and not _hooked(modules, event):
             layer.residual = 1 - event.inputs.index(layer.result)
             layer.residual_value = other[0]

@@ -168,6 +168,7 @@ class Int8Linear(Int8Layer):
         x = codes_or_float(x, self.input)
         if residual is not None:
             residual = plain(residual).to(torch.float32 if dtype == torch.uint8 else dtype)
+            residual = residual.expand(*x.shape[:-1], self.out_features)  # one may serve a batch
         if self.group is not None and x.dtype != torch.uint8 and _worth(x):
             x = self.group.codes(self.name, x, self.x_scale, self.x_zero)
         y = torch.ops.ipex.int8_linear(
