@@ -112,12 +112,14 @@ def _run(
     ):
         # oneDNN adds what has the size of its result only.
         window = (stride, padding, dilation, groups)
-        y = _run(x, weight, weight_scale, x_scale, x_zero, bias, *window, *_FLOAT_RESULT)
+        total = _run(x, weight, weight_scale, x_scale, x_zero, bias, *window, *_FLOAT_RESULT)
         if residual.dtype == torch.uint8:
             residual = _dequantize(residual, residual_scale, residual_zero, torch.float32)
-        y = y + residual
-        y = y if activation == "none" else getattr(functional, activation)(y)
-        return quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
+        total = total + residual
+        total = total if activation == "none" else getattr(functional, activation)(total)
+        return (
+            quantize(total, output_scale, output_zero) if dtype == torch.uint8 else total.to(dtype)
+        )
     one_d = weight.dim() == 3
     if one_d:  # oneDNN fuses more after two dimensions than after one
         x, stride, padding, dilation = x.unsqueeze(-2), [1, *stride], [0, *padding], [1, *dilation]
