@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from ipex_core.library.spec import dtype_name
+from ipex_core.module_swap.base import set_class
 from ipex_core.util import quiet
 from ipex_quant.int8.modules import check_codes, check_floats
 from ipex_quant.util.modules import recurrent_options
@@ -59,7 +60,7 @@ class _TakesMore:
     def __prepare_scriptable__(self) -> Any:
         """Return what ``torch.jit.script`` can compile: the layer of torch."""
         plain: Any = copy.copy(self)
-        plain.__class__ = getattr(dynamic, type(self).__name__)
+        set_class(plain, getattr(dynamic, type(self).__name__))
         return plain
 
 
@@ -93,7 +94,7 @@ def from_float(layer: Any) -> nn.Module:
     kind = type(layer).__name__
     with quiet():  # torch's note to itself about the tensors it keeps weights in
         made: nn.Module = getattr(dynamic, kind).from_float(layer)
-    made.__class__ = _KINDS[kind]  # torch makes the classes that it knows
+    set_class(made, _KINDS[kind])  # torch makes the classes that it knows
     return made
 
 
