@@ -160,9 +160,8 @@ class Codes(Wired):
 
 
 def _moved(self: Codes, name: str, args: Any, kwargs: Any) -> Codes:
-    name = (
-        "reshape" if name == "view" else name
-    )  # codes may lie in another order than the tensor that they stand for
+    # Codes may lie in another order than the tensor that they stand for.
+    name = "reshape" if name == "view" else name
     result = Codes(getattr(self.codes, name)(*args, **kwargs), self.scale, self.dtype)
     self.seen = result.seen = True
     result.base, result._move = self, (name, args, kwargs)

@@ -107,19 +107,19 @@ def _run(
     *,
     free: bool = False,
 ) -> Tensor:
-    if residual is not None and list(residual.shape) != _sizes(
-        x, weight, stride, padding, dilation
-    ):
-        # oneDNN adds what has the size of its result only.
-        window = (stride, padding, dilation, groups)
-        total = _run(x, weight, weight_scale, x_scale, x_zero, bias, *window, *_FLOAT_RESULT)
+    window = (stride, padding, dilation)
+    if residual is not None and list(residual.shape) != _sizes(x, weight, *window):
+        # oneDNN adds only what has the size of its result.
+        head = (x, weight, weight_scale, x_scale, x_zero, bias)
+        total = _run(*head, *window, groups, *_FLOAT_RESULT)
         if residual.dtype == torch.uint8:
             residual = _dequantize(residual, residual_scale, residual_zero, torch.float32)
         total = total + residual
-        total = total if activation == "none" else getattr(functional, activation)(total)
-        return (
-            quantize(total, output_scale, output_zero) if dtype == torch.uint8 else total.to(dtype)
-        )
+        if activation != "none":
+            total = getattr(functional, activation)(total)
+        if dtype == torch.uint8:
+            return quantize(total, output_scale, output_zero)
+        return total.to(dtype)
     one_d = weight.dim() == 3
     if one_d:  # oneDNN fuses more after two dimensions than after one
         x, stride, padding, dilation = x.unsqueeze(-2), [1, *stride], [0, *padding], [1, *dilation]

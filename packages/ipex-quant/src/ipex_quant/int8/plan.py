@@ -196,7 +196,7 @@ def _find_views(plan: Plan, flow: Flow) -> None:
 
 
 def _is_lost(event: Event) -> bool:
-    """Return whether a view of contiguous images is none of channels-last ones, in batches of any size."""
+    """Return whether images allow a view when contiguous that they do not allow in channels-last order."""
     if event.role != "function" or len(event.shapes[0]) < 3 or len(event.shape) == 0:
         return False
     (batch, channels, *sizes), (first, *rest) = event.shapes[0], event.shape
