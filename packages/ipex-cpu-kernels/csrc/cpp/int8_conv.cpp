@@ -214,6 +214,14 @@ Tensor convolve_and_add(const Operands& in, const Output& output, const Residual
   return to_float ? quantize(y, output.scale, output.zero) : y;
 }
 
+// Whether the windows of a convolution have one place each and leave some out.
+bool sees_single_places(const Tensor& weight, const Ints& stride, const Ints& padding) {
+  const auto sizes = weight.sizes();
+  return std::all_of(sizes.begin() + 2, sizes.end(), [](int64_t n) { return n == 1; }) &&
+         std::any_of(stride.begin(), stride.end(), [](int64_t n) { return n > 1; }) &&
+         std::all_of(padding.begin(), padding.end(), [](int64_t n) { return n == 0; });
+}
+
 Tensor run(const Tensor& input, const Tensor& weight, const Tensor& weight_scale, double x_scale,
            int64_t x_zero, const OptionalTensor& bias, Ints stride, Ints padding, Ints dilation,
            int64_t groups, const std::string& activation, const Output& output,
@@ -234,6 +242,15 @@ Tensor run(const Tensor& input, const Tensor& weight, const Tensor& weight_scale
   if (single) {
     unsqueeze(codes, 0);
     if (residual) unsqueeze(residual->tensor, 0);
+  }
+  if (sees_single_places(weight, stride, padding) && codes.size(1) % 16 != 0) {
+    // Threads of oneDNN share the buffer to which it copies what such windows see, where channels
+    // are not in sixteens.
+    for (int64_t d = 0; d < dims; ++d)
+      codes = call<Tensor>("aten::slice", "Tensor", codes, d + 2, std::optional<int64_t>(),
+                           std::optional<int64_t>(), stride[static_cast<size_t>(d)]);
+    if (dims == 3) codes = torch::stable::contiguous(codes, MemoryFormat::ChannelsLast3d);
+    stride.assign(stride.size(), 1);
   }
   if (codes.dim() == 4) codes = torch::stable::contiguous(codes, MemoryFormat::ChannelsLast);
   const Ints sizes(codes.sizes().begin(), codes.sizes().end());

@@ -32,7 +32,7 @@ class IPEXWeightOnlyQuantizedLinear(WeightOnlyQuantizedLinear):
     qconfig, bias, group_size, g_idx, quant_method, dtype).
     """
 
-    def forward(
+    def forward(  # type: ignore[override]  # `x` is IPEX's name of it
         self, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Compute ``x @ weight.T + bias``; the result has the dtype of ``x``.

@@ -110,8 +110,8 @@ def _run(
     window = (stride, padding, dilation)
     if residual is not None and list(residual.shape) != _sizes(x, weight, *window):
         # oneDNN adds only what has the size of its result.
-        head = (x, weight, weight_scale, x_scale, x_zero, bias)
-        total = _run(*head, *window, groups, *_FLOAT_RESULT)
+        given = (x, weight, weight_scale, x_scale, x_zero, bias)
+        total = _run(*given, *window, groups, *_FLOAT_RESULT)
         if residual.dtype == torch.uint8:
             residual = _dequantize(residual, residual_scale, residual_zero, torch.float32)
         total = total + residual
@@ -129,6 +129,12 @@ def _run(
     if single:
         codes = codes.unsqueeze(0)
         residual = None if residual is None else residual.unsqueeze(0)
+    one_place = weight.shape[2:].numel() == 1 and max(stride) > 1 and not any(padding)
+    if one_place and codes.shape[1] % 16:
+        # oneDNN copies what such windows see to a buffer, which its threads share where channels are not in sixteens.
+        codes = codes[(..., *(slice(None, None, step) for step in stride))]
+        codes = codes.contiguous(memory_format=CHANNELS_LAST[codes.dim()])
+        stride = [1] * len(stride)
     if codes.dim() == 4:
         codes = codes.contiguous(memory_format=torch.channels_last)
     geometry = (x_scale, x_zero, stride, padding, dilation, groups)
