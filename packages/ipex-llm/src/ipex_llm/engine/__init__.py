@@ -634,9 +634,12 @@ class Engine:
         text = request.stream.finish() if request.stream else ""
         place = len(request.tokens)
         error = f"Engine.step: the logits after token {place} must be finite, got NaN or infinity"
-        if request.matcher is not None and request.matcher.error is not None:
-            error = f"Engine.step: the grammar must be simple enough, got {request.matcher.error}"
-        return StepOutput(request.id, (), text, True, "error", error=error)
+        refused = None if request.matcher is None else request.matcher.error
+        if refused is not None:
+            error = f"Engine.step: {refused}"
+        return StepOutput(
+            request.id, (), text, True, "error", error=error, refused=refused is not None
+        )
 
     def _extend(self, request: Request, run: Run) -> Iterator[StepOutput]:
         """Add tokens to a request, of which each but the last was a draft; yield what is new."""

@@ -34,7 +34,7 @@ class Matcher(Protocol):
 
     Attributes:
         done: The output is complete: nothing can follow.
-        error: Why the grammar cannot be followed any further, or None.
+        error: Why the grammar cannot be followed any further, as ``name must be ..., got ...``; or None.
     """
 
     done: bool
@@ -268,6 +268,7 @@ class StepOutput:
         prompt_logprobs: With the first token, if they were asked for: of each token of the prompt but the first.
         vector: float32 ``[H]``, the answer to `PoolingParams`.
         queued: With the first token: seconds between the arrival of the request and its first computation.
+        refused: With ``"error"``: whether the request is to blame, by its grammar.
     """
 
     request_id: str
@@ -280,6 +281,7 @@ class StepOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     vector: torch.Tensor | None = None
     queued: float | None = None
+    refused: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class Grammars:
                 while len(self._known) > _KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(wanted)
-        return _Compiled(found, self._engine.vocab_size)
+        return _Compiled(found, self._engine.vocab_size, wanted)
 
     def _compile(self, wanted: Wanted) -> Any:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -130,11 +130,10 @@ class Grammars:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{wanted.field} must be a valid {wanted.kind}, got {error}") from None
         found = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-        first = _Matcher(found.deep_copy(), self._engine.vocab_size)
+        first = _Matcher(found.deep_copy(), self._engine.vocab_size, wanted)
         first.fill()
         if first.error is not None:
-            text = " ".join(first.error.split())
-            raise ValueError(f"{wanted.field} must be a valid, simple {wanted.kind}, got: {text}")
+            raise ValueError(first.error)
         if first.empty:
             raise ValueError(
                 f"{wanted.field} must allow some output, got a {wanted.kind} that nothing fits"
@@ -146,9 +145,10 @@ class Grammars:
 class _Compiled:
     start: Any
     vocab: int
+    wanted: Wanted
 
     def matcher(self) -> Matcher:
-        return _Matcher(self.start.deep_copy(), self.vocab)
+        return _Matcher(self.start.deep_copy(), self.vocab, self.wanted)
 
 
 @functools.cache
@@ -162,8 +162,9 @@ def _table(dtype: torch.dtype) -> Any:
 class _Matcher:
     """One output on its way through a grammar; see `ipex_llm.engine.Matcher`."""
 
-    def __init__(self, inner: Any, vocab: int) -> None:
+    def __init__(self, inner: Any, vocab: int, wanted: Wanted) -> None:
         self._inner = inner
+        self._wanted = wanted
         self._vocab = vocab
         self._bits = torch.zeros(-(-vocab // 32), dtype=torch.int32)
         #: What may come behind each of the drafts that may come.
@@ -184,6 +185,10 @@ class _Matcher:
         # By 8 tokens at once: operations on each take longer than the mask itself.
         table.take(bits.view(torch.uint8).numpy(), axis=0, out=into, mode="clip")
 
+    def _fail(self, why: str) -> None:
+        rule = f"{self._wanted.field} must be a valid, simple {self._wanted.kind}"
+        self.error = f"{rule}, got: {' '.join(why.partition('<state>')[0].split())}"
+
     @property
     def empty(self) -> bool:
         """Whether no token may come."""
@@ -195,9 +200,9 @@ class _Matcher:
         if self.error is None:
             self._next(self._inner, self._bits)
         if self._inner.is_error():
-            self.error = str(self._inner.get_error())
+            self._fail(str(self._inner.get_error()))
         elif time.monotonic() - begun > _SLOWEST:
-            self.error = f"more than {_SLOWEST:g} seconds for one token"
+            self._fail(f"more than {_SLOWEST:g} seconds for one token")
         if self.error is not None:
             self._bits.zero_()
         elif drafts:
@@ -239,6 +244,6 @@ class _Matcher:
 
     def accept(self, token: int) -> None:
         if not self._inner.consume_token(token):
-            self.error = str(self._inner.get_error())
+            self._fail(str(self._inner.get_error()))
         # With nothing that can follow, there is no need for an end token.
         self.done = bool(self._inner.is_stopped()) and self.error is None

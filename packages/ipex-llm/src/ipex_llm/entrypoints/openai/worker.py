@@ -416,7 +416,8 @@ class Worker:
                 self.metrics.observe("vllm:inter_token_latency_seconds", now - ticket.last)
             ticket.last = now
         if output.error is not None:
-            self._end(ticket, Failed(RequestError(output.error)))
+            kind = ValueError if output.refused else RequestError
+            self._end(ticket, Failed(kind(output.error)))
         elif output.finished:
             self.metrics.observe("vllm:e2e_request_latency_seconds", now - ticket.arrived)
             self._end(ticket, output)
