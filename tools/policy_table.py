@@ -85,8 +85,15 @@ def _line(sizes: tuple[int, ...], results: list[corpus.Measured]) -> str:
     side = side_of(group, (None if result.slower else result.side for result in results))
     # Of several cases the one is shown in which the side does worst.
     shown: Mapping[str, float] = min(group, key=lambda one: min(one.values()) / one.get(side, 1e9))
-    numbers = [f"{shown[name]:g}" if name in shown else "-" for name in ("stock", "onednn", "ipex")]
+    numbers = [
+        _number(shown[name]) if name in shown else "-" for name in ("stock", "onednn", "ipex")
+    ]
     return "\t".join([",".join(map(str, sizes)), side, *numbers])
+
+
+def _number(microseconds: float) -> str:
+    """Return a time with no more digits than a run would give again."""
+    return f"{round(microseconds, 1 if microseconds >= 100 else 2):g}"
 
 
 def main() -> int:

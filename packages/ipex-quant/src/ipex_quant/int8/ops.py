@@ -132,7 +132,8 @@ def _run(
     one_place = weight.shape[2:].numel() == 1 and max(stride) > 1 and not any(padding)
     if one_place and codes.shape[1] % 16:
         # oneDNN copies what such windows see to a buffer, which its threads share where channels are not in sixteens.
-        codes = codes[(..., *(slice(None, None, step) for step in stride))]
+        seen: Any = (..., *(slice(None, None, step) for step in stride))
+        codes = codes[seen]
         codes = codes.contiguous(memory_format=CHANNELS_LAST[codes.dim()])
         stride = [1] * len(stride)
     if codes.dim() == 4:
