@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from ipex_core.library.spec import FLOATS, BenchCase, check, dtype_name
 
@@ -274,12 +276,11 @@ _checked = threading.local()
 @contextlib.contextmanager
 def arguments_were_checked() -> Iterator[None]:
     """Let ops that ask `are_checked` not check their arguments in this thread: a call with like ones was checked."""
-    before = are_checked(), getattr(_checked, "found", None)
-    _checked.done, _checked.found = True, {}
+    before, _checked.done = are_checked(), True
     try:
         yield
     finally:
-        _checked.done, _checked.found = before
+        _checked.done = before
 
 
 def are_checked() -> bool:
@@ -287,8 +288,22 @@ def are_checked() -> bool:
     return getattr(_checked, "done", False)
 
 
-#: Tensor -> what reads it -> what the tensor was like, and what was read.
-_known: Any = WeakTensorKeyDictionary()
+#: Number of a tensor -> the tensor, and by what reads it its state and what was read. Faster than torch's weak keys.
+_known: dict[int, tuple[weakref.ref[torch.Tensor], dict[Any, Any]]] = {}
+
+
+def _facts(x: torch.Tensor) -> dict[Any, Any]:
+    number = id(x)
+    found = _known.get(number)
+    if found is None or found[0]() is not x:
+        found = _known[number] = weakref.ref(x, functools.partial(_forget, _known, number)), {}
+    return found[1]
+
+
+def _forget(known: dict[int, Any], number: int, tensor: weakref.ref[torch.Tensor]) -> None:
+    # Given the dictionary, since at the end of the process the names of this module are gone.
+    if number in known and known[number][0] is tensor:
+        del known[number]
 
 
 def read_once(x: torch.Tensor, read: Callable[[torch.Tensor], T]) -> T:
@@ -310,20 +325,8 @@ def read_once(x: torch.Tensor, read: Callable[[torch.Tensor], T]) -> T:
     """
     if x.device.type == "cpu" or x.is_inference():
         return read(x)
-    if not are_checked():
-        return _read(x, read)
-    # A weak dictionary takes longer than the rest of a call. This one lives as long as the run.
-    key = id(x), read
-    known, version, result = _checked.found.get(key, (None, 0, None))
-    if known is not x or version != x._version:
-        result = _read(x, read)
-        _checked.found[key] = x, x._version, result
-    return result
-
-
-def _read(x: torch.Tensor, read: Callable[[torch.Tensor], T]) -> T:
     state = _state(x)
-    of_tensor = _known.setdefault(x, {})
+    of_tensor = _facts(x)
     known = of_tensor.get(read)
     if known is None or known[0] != state:
         known = of_tensor[read] = state, read(x)
@@ -349,7 +352,7 @@ def check_once(
     if any(x.device.type == "cpu" or x.is_inference() for x in tensors):
         return check_values()
     state = others, *map(_state, tensors)
-    of_tensor = _known.setdefault(tensors[0], {})
+    of_tensor = _facts(tensors[0])
     known, same = of_tensor.get(check_once, (None, ()))
     if known != state or any(ref() is not x for ref, x in zip(same, tensors, strict=True)):
         check_values()

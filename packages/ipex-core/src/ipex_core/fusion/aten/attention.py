@@ -762,12 +762,9 @@ def guard_attention(ctx: Context) -> None:
         keys: Any = product.args[-1]
         while is_call(keys, *VIEWS, *COPIES):
             keys = keys.args[0]
-        if not is_call(keys, aten.permute.default) or _swaps(keys):
+        if not is_call(keys, aten.permute.default) or len(keys.args[1]) < 3 or _swaps(keys):
             continue
-        dims = [int(d) % len(keys.args[1]) for d in keys.args[1]]
-        *first, last, middle = dims
-        if len(dims) < 3:
-            continue
+        *first, last, middle = (int(d) % len(keys.args[1]) for d in keys.args[1])
         swapped = [*range(len(first)), len(first) + 1, len(first)]
         rows = ctx.call(keys, aten.permute.default, (keys.args[0], [*first, middle, last]))
         keys.replace_all_uses_with(ctx.call(keys, aten.permute.default, (rows, swapped)))

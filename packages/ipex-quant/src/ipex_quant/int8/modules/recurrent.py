@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 _LEAST = 1 << 20
 
 
-class _TakesMore:
+class _TakesMore(nn.Module):
     """Takes what the float layer takes and torch's INT8 form does not: bfloat16, and input without a batch.
 
     Results have the dtype of the input.
@@ -51,7 +51,7 @@ class _TakesMore:
             return (x.squeeze(dim) if single else x).to(given.dtype)
 
         hx = tree_map_only(Tensor, lambda x: enter(x, states), hx)
-        result = super().forward(enter(input, batch), hx)  # type: ignore[misc]
+        result = super().forward(enter(input, batch), hx)
         if cell:
             return tree_map_only(Tensor, lambda x: leave(x, 0), result)
         output, hidden = result
