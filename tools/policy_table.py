@@ -88,7 +88,7 @@ def _line(sizes: tuple[int, ...], results: list[corpus.Measured]) -> str:
     numbers = [
         _number(shown[name]) if name in shown else "-" for name in ("stock", "onednn", "ipex")
     ]
-    return "\t".join([",".join(map(str, sizes)), side, *numbers])
+    return "\t".join([",".join(map(str, sizes)), side[0], *numbers])
 
 
 def _number(microseconds: float) -> str:

@@ -13,14 +13,14 @@ from ipex_core.kernels.providers import cpu_level
 
 LINES = """# a comment
 {0}\t1\tlinear\tbfloat16
-128,768,768\tonednn\t10\t7\t8
-1,768,768\tstock\t3\t4\t5
+128,768,768\to\t10\t7\t8
+1,768,768\ts\t3\t4\t5
 {0}\tmany\tlinear\tbfloat16
-128,768,768\tipex\t10\t7\t5
+128,768,768\ti\t10\t7\t5
 nolevel\t1\tgelu:none\tfloat32
-1024\tstock\t10\t-\t12
+1024\ts\t10\t-\t12
 {0}\t1\tgelu:none\tfloat32
-4096\tstock\t10\t-\t12
+4096\ts\t10\t-\t12
 """
 
 

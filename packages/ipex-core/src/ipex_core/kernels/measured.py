@@ -75,7 +75,8 @@ def rows(file: Path = FILE) -> Iterator[Row]:
         stock, onednn, ipex = (None if time == "-" else float(time) for time in times)
         assert stock is not None
         numbers = tuple(map(int, sizes.split(",")))
-        yield Row(level, threads, op, dtype, numbers, chosen, stock, onednn, ipex)
+        side = next(name for name in SIDES if name[0] == chosen)
+        yield Row(level, threads, op, dtype, numbers, side, stock, onednn, ipex)
 
 
 def side(op: str, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
