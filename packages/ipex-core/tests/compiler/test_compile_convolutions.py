@@ -17,6 +17,9 @@ import ipex_core
 from ipex_core.fusion import GraphReport
 from ipex_core.fusion.aten import linear
 from ipex_core.fusion.aten.conv import pack_convolutions
+from ipex_core.kernels.policy import has_kernel
+from ipex_core.ops.conv import pack_convolution
+from ipex_core.packing import dense
 
 LAST = torch.channels_last
 
@@ -107,6 +110,65 @@ def test_what_follows(activation, dtype):
     assert calls(gm) == ["ipex.convolution.default"] and fired(report)[0].startswith("add + ")
     report, gm = pack(lambda x, y: conv(x) + y, x, y)
     assert calls(gm) == ["ipex.convolution.default"] and fired(report) == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "pays"),
+    [
+        ((2, 64, 9, 40), {"padding": 1}, True),
+        ((1, 16, 9, 64), {}, True),
+        ((1, 16, 9, 16), {}, False),  # few channels
+        ((1, 256, 13, 256), {}, True),
+        ((1, 256, 9, 256), {}, False),  # few pixels for a large weight
+        ((2, 64, 9, 40), {"padding": 1, "stride": 2}, False),
+        ((2, 64, 9, 40), {"padding": 1, "dilation": (2, 1)}, False),
+        ((2, 64, 9, 40), {"padding": 1, "groups": 2}, False),
+    ],
+)
+def test_minimal_filtering(sizes, options, pays):
+    """A window of 3 x 3 has 16 products for 4 pixels where that is faster, and 9 for one elsewhere."""
+    images, channels, pixels, out = sizes
+    conv = nn.Conv2d(channels, out, 3, **options)
+    x = image(images, channels, pixels, pixels)
+
+    def depth(disabled=()):
+        _, gm = pack(lambda x: F.relu(conv(x)), x, disabled=disabled)
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.ipex.convolution.default)
+        header = dense.read_header(getattr(gm, node.args[1].target))
+        assert header[0] == (dense.WINOGRAD if pays and not disabled else 0)
+        return header[2] * conv.groups // channels
+
+    assert depth() == (16 if pays else 9) and depth(["winograd"]) == 9
+    _, gm = pack(conv.bfloat16(), x.bfloat16())
+    assert dense.read_header(gm.ipex_convolution_0)[0] == dense.FORMATS[torch.bfloat16]
+
+
+def test_errors_of_transformed_weights():
+    """Another window of 16 places is refused, and so are other steps and ops for a transformed weight."""
+    call = torch.ops.ipex.convolution.default
+    weight, x = randn(40, 8, 3, 3), image(1, 8, 7, 7)
+    packed = pack_convolution(weight, winograd=True)
+    one = [[1, 1]] * 3
+    torch.testing.assert_close(
+        call(x, packed, 40, [3, 3], *one), F.conv2d(x, weight, padding=1), rtol=1e-5, atol=1e-5
+    )
+    for steps in ([[2, 2], [1, 1], [1, 1]], [[1, 1], [1, 1], [1, 2]]):
+        with pytest.raises(
+            RuntimeError, match=r"packed_weight must be a float32 weight of shape \[40, 72\]"
+        ):
+            call(x, packed, 40, [3, 3], *steps)
+    for taps in ([4, 4], [1, 16]):
+        with pytest.raises(
+            RuntimeError, match=r"shape \[40, 128\].*header of a transformed weight"
+        ):
+            call(x, packed, 40, taps, [1, 1], [3, 9], [1, 1])
+    other = pack_convolution(randn(40, 8, 4, 4))
+    with pytest.raises(
+        RuntimeError, match=r"packed_weight must be a float32 weight of shape \[40, 72\]"
+    ):
+        call(x, other, 40, [3, 3], *one)
+    with pytest.raises(RuntimeError, match="header of a transformed weight"):
+        torch.ops.ipex.linear(randn(2, 128), packed, 40)
 
 
 def test_block():
@@ -246,7 +308,6 @@ def test_compiled():
             assert got.stride() == expected.stride()
     (graph,) = ipex_core.explain(compiled).graphs
     found = [f for f in graph.fusions if f.pattern == "convolution"]
-    from ipex_core.kernels.policy import has_kernel
 
     if has_kernel("convolution"):
         assert {(f.op, f.text) for f in found} == {

@@ -375,7 +375,7 @@ def _bmm(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:
 def _convolution(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:
     from ipex_core.kernels.policy import onednn_supports
     from ipex_core.module_swap.base import call
-    from ipex_core.ops.conv import pack_convolution
+    from ipex_core.ops.conv import pack_convolution, winograd_pays
 
     last = torch.channels_last
     with torch.device("meta"):
@@ -399,7 +399,9 @@ def _convolution(s: dict[str, Any], dtype: torch.dtype, strides: str) -> _Made:
     if s["groups"] == 1:
         weight, bias = stock.weight.detach(), stock.bias.detach()  # type: ignore[union-attr,operator]
         window, stride, padding = ([s[name]] * 2 for name in ("window", "stride", "padding"))
-        args = (pack_convolution(weight), s["out"], window, stride, padding, [1, 1], bias)  # type: ignore[arg-type]
+        winograd = winograd_pays(x.shape, weight, stride, padding, [1, 1], 1)
+        packed = pack_convolution(weight, winograd=winograd)
+        args = (packed, s["out"], window, stride, padding, [1, 1], bias)
         op = torch.ops.ipex.convolution.default
         functions["ipex"] = lambda: call(op, x, *args)
     return functions, ""

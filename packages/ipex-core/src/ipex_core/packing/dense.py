@@ -21,6 +21,7 @@ __all__ = [
     "bytes_text",
     "HEADER_BYTES",
     "PANEL",
+    "WINOGRAD",
     "check_bytes",
     "check_header",
     "check_packed",
@@ -40,6 +41,8 @@ _MAGIC = 0x57585049  # "IPXW", little endian
 _VERSION = 1
 #: Format ids, part of the binary format.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: A float32 weight that was transformed for a convolution by minimal filtering; no other op takes it.
+WINOGRAD = 32
 _HEADER = struct.Struct("<IIIIqq")  # magic, version, format, panel width, N, K
 
 
@@ -184,7 +187,9 @@ def header_text(packed: torch.Tensor) -> str:
     if found is None:
         return "a tensor without the header of a packed weight"
     layout, n, k = found
-    names = {layout: dtype_name(dtype) for dtype, layout in FORMATS.items()}
+    names = {layout: dtype_name(dtype) for dtype, layout in FORMATS.items()} | {
+        WINOGRAD: "transformed"
+    }
     return f"the header of a {names.get(layout, 'quantized')} weight of shape [{n}, {k}]"
 
 

@@ -6,6 +6,9 @@
 
 namespace ipex {
 
+// The pixels of x that a block of y sees by minimal filtering (see winograd.h).
+inline constexpr int64_t kWinogradPlaces = 16;
+
 struct ConvolutionArgs {
   const void* x;         // [images, height, width, channels], contiguous
   const void* weight;    // [groups, n / groups, k()] as panels of 32 columns, see packed.h
@@ -20,17 +23,23 @@ struct ConvolutionArgs {
   bool by_lines = false;
   // Nothing is copied (see direct.h). Float always; bfloat16 with VDPBF16PS and without tiles.
   bool direct = false;
+  // The weight was transformed, and the rows of the product are blocks of 2 x 2 pixels of y (see
+  // winograd.h).
+  bool winograd = false;
 
   // The channels that a column sees, the columns that see the same, and their panels.
   int64_t depth() const { return channels / groups; }
   int64_t columns() const { return n / groups; }
   int64_t panels() const { return (columns() + 31) / 32; }
-  int64_t k() const { return taps_y * taps_x * depth(); }
+  int64_t k() const { return (winograd ? kWinogradPlaces : taps_y * taps_x) * depth(); }
   // The rows of the product are pixels of x as they lie there.
   bool in_place() const {
     return taps_y == 1 && taps_x == 1 && stride_y == 1 && stride_x == 1 && padding_y == 0 &&
            padding_x == 0;
   }
+  // The blocks of y, those at its edges included.
+  int64_t blocks_down() const { return (out_height + 1) / 2; }
+  int64_t blocks_across() const { return (out_width + 1) / 2; }
   // The pixels of a line of x with its padding.
   int64_t padded_width() const { return width + 2 * padding_x; }
 };
@@ -100,6 +109,30 @@ struct DirectScratch {
         (direct_copies(args) ? size(seen * args.padded_width() * args.channels, element_size) : 0);
   }
   int64_t c, table, lines, bytes;
+};
+
+// ---- by minimal filtering (see winograd.h)
+
+// Whether there is a way: a window of 3 x 3 pixels side by side, at every pixel.
+inline bool winograd_has(const ConvolutionArgs& args) {
+  return args.taps_y == 3 && args.taps_x == 3 && args.stride_y == 1 && args.stride_x == 1 &&
+         args.dilation_y == 1 && args.dilation_x == 1 && args.groups == 1;
+}
+
+// Where the parts of the scratch begin that `blocks` blocks need: a pixel of zeros, a table of
+// rows, x transformed, the products of 64 columns, and what they are transformed back to.
+struct WinogradScratch {
+  WinogradScratch(const ConvolutionArgs& args, int64_t blocks)
+      : stride((args.channels + 15) / 16 * 16 + 16) {
+    constexpr int64_t kBytes = sizeof(float), kColumns = 64;
+    table = stride * kBytes;
+    x = table + (blocks * static_cast<int64_t>(sizeof(void*)) + 63) / 64 * 64;
+    products = x + kWinogradPlaces * blocks * stride * kBytes;
+    sums = products + kWinogradPlaces * blocks * kColumns * kBytes;
+    bytes = sums + 4 * blocks * kColumns * kBytes;
+  }
+  int64_t stride;  // elements from a block's channels to the next one's
+  int64_t table, x, products, sums, bytes;
 };
 
 }  // namespace ipex

@@ -57,6 +57,18 @@ bool is_direct(const ConvolutionArgs& args, ScalarType dtype) {
          (args.k() / direct_segments(args) % 2 == 0 || direct_whole(args.k(), 2));
 }
 
+// Whether the weight was transformed for winograd.h.
+bool is_winograd(const ConvolutionArgs& args, const Tensor& packed, ScalarType dtype) {
+  if (!winograd_has(args) || dtype != ScalarType::Float) return false;
+  const int64_t k = kWinogradPlaces * args.channels;
+  if (!packed.is_cpu() || packed.scalar_type() != ScalarType::Byte || packed.dim() != 1 ||
+      packed.size(0) != packed_bytes(args.n, k, 0) || !packed.is_contiguous())
+    return false;
+  const auto* header = static_cast<const PackedHeader*>(packed.const_data_ptr());
+  return header->magic == kPackedMagic && header->version == kPackedVersion &&
+         header->format == kFormatWinograd && header->n == args.n && header->k == k;
+}
+
 // The most if direct, where a task reads the weight once for all its rows, and x for every panel:
 // as many rows as see a part of L2.
 int64_t most_direct_rows(const ConvolutionArgs& args, int64_t element_size) {
@@ -65,11 +77,15 @@ int64_t most_direct_rows(const ConvolutionArgs& args, int64_t element_size) {
   return std::clamp(kSeen / pixel, kVectorRows, kMost);
 }
 
+// Blocks of y of a task by minimal filtering: the weights are read once for all of them.
+constexpr int64_t kWinogradRows = 48;
+
 // What the copies of a task on tiles may take, a part of L2.
 constexpr int64_t kCopies = 512 * 1024;
 
 // Bytes of the copies of a task.
 int64_t copy_bytes(const ConvolutionArgs& args, int64_t rows, int64_t element_size) {
+  if (args.winograd) return WinogradScratch(args, rows).bytes;
   if (args.direct) return DirectScratch(args, rows, element_size).bytes;
   if (args.in_place()) return 0;
   if (args.by_lines) return convolution_lines_bytes(args, rows);
@@ -110,7 +126,9 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   // Each group begins with a panel of its own.
   const int64_t panels = groups * args.panels();
   const int64_t rows = groups == 1 ? out_channels : panels * kPackedPanel;
-  check_packed(op, "packed_weight", packed_weight, rows, args.k(), x.scalar_type());
+  args.winograd = is_winograd(args, packed_weight, x.scalar_type());
+  if (!args.winograd)
+    check_packed(op, "packed_weight", packed_weight, rows, args.k(), x.scalar_type());
   const int64_t images = x.size(0);
   check_shaped(op, "bias", bias, {out_channels}, x, "x", true);
   check_shaped(op, "residual", residual, {images, out_channels, args.out_height, args.out_width}, x,
@@ -134,14 +152,16 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   args.y = y.mutable_data_ptr();
 
   GemmShape shape{images * args.out_height * args.out_width, panels, args.k()};
+  if (args.winograd) shape.rows = images * args.blocks_down() * args.blocks_across();
   shape.tiles = uses_tiles(x.scalar_type());
   const bool tiles = shape.on_tiles();
-  args.direct = is_direct(args, x.scalar_type());
-  if (args.direct && args.panels() % 2 == 0) shape.unit = 2;  // a tile has two panels
-  int64_t block = tiles
-                      ? kTileRowsMost
-                      : even_rows(shape.rows, args.direct ? most_direct_rows(args, x.element_size())
-                                                          : kVectorRows);
+  args.direct = !args.winograd && is_direct(args, x.scalar_type());
+  // A tile has two panels.
+  if ((args.direct || args.winograd) && args.panels() % 2 == 0) shape.unit = 2;
+  const int64_t most = args.winograd ? kWinogradRows
+                       : args.direct ? most_direct_rows(args, x.element_size())
+                                     : kVectorRows;
+  int64_t block = tiles ? kTileRowsMost : even_rows(shape.rows, most);
   if (tiles) {
     args.by_lines = convolution_has_lines(args) && convolution_lines_bytes(args, 32) <= kCopies;
     if (args.by_lines) shape.rows = images * args.out_height * args.padded_width();

@@ -3,7 +3,9 @@
 //
 // 64-byte header, the same for dense and quantized weights. Dense weights: ceil(N / 32) panels
 // follow. Panel: [K][32] for float and Half, [ceil(K / 2)][32][2] for BFloat16. Padding is zero.
-// Quantized weights: see woq_linear/woq_format.h. The format does not depend on the ISA level.
+// Quantized weights: see woq_linear/woq_format.h. A float weight that was transformed for
+// convolution/winograd.h has a format of its own, so that no other op takes it. The format does not
+// depend on the ISA level.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +15,7 @@ namespace ipex {
 struct PackedHeader {
   uint32_t magic;
   uint32_t version;
-  uint32_t format;  // 0 float, 1 BFloat16, 2 Half, 3 and above: quantized
+  uint32_t format;  // 0 float, 1 BFloat16, 2 Half, 3 and above: quantized, or kFormatWinograd
   uint32_t panel;
   int64_t n;
   int64_t k;
@@ -31,6 +33,7 @@ static_assert(sizeof(PackedHeader) == 64);
 inline constexpr uint32_t kPackedMagic = 0x57585049;  // "IPXW"
 inline constexpr uint32_t kPackedVersion = 1;
 inline constexpr int64_t kPackedPanel = 32;
+inline constexpr uint32_t kFormatWinograd = 32;
 
 // Neighbors along K that lie side by side.
 inline int64_t packed_inner(uint32_t format) { return format == 1 ? 2 : 1; }

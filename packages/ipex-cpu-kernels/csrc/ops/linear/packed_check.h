@@ -27,7 +27,10 @@ inline std::string header_text(const PackedHeader* header) {
     return "a tensor without the header of a packed weight";
   std::ostringstream text;
   const char* const names[] = {"float32", "bfloat16", "float16"};
-  text << "the header of a " << (header->format < 3 ? names[header->format] : "quantized")
+  text << "the header of a "
+       << (header->format < 3                  ? names[header->format]
+           : header->format == kFormatWinograd ? "transformed"
+                                               : "quantized")
        << " weight of shape [" << header->n << ", " << header->k << "]";
   return text.str();
 }

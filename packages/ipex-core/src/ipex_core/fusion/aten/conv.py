@@ -137,6 +137,7 @@ class _Convolution:
     dilation: tuple[int, ...]
     groups: int
     onednn: bool  # stock hands it to oneDNN with a packed weight
+    winograd: bool  # ours computes it by minimal filtering
 
     @property
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
@@ -209,7 +210,7 @@ def _read(ctx: Context, node: fx.Node) -> _Convolution | str | None:
     plain = _attribute(ctx, weight)
     if plain is None or left is None or out is None or left.device.type != "cpu":
         return None
-    assert isinstance(x, fx.Node)
+    assert isinstance(x, fx.Node) and isinstance(groups, int)
     if left.dim() != 4 or plain.dim() != 4:
         return f"the images are {describe(x)}"
     if plain.shape[1] == 1 and groups != 1:
@@ -224,11 +225,16 @@ def _read(ctx: Context, node: fx.Node) -> _Convolution | str | None:
         return "reduced precision of float32 convolutions is on"
     if 0 in plain.shape:
         return "the weight is empty"
-    pairs: list[tuple[int, ...]] = [
+    steps, padding, dilation = (
         tuple(v) * (2 // len(v))  # type: ignore[arg-type]
         for v in (stride, padding, dilation)
-    ]
-    return _Convolution(x, plain, bias, pairs[0], pairs[1], pairs[2], groups, onednn)  # type: ignore[arg-type]
+    )
+    from ipex_core.ops.conv import winograd_pays
+
+    winograd = "winograd" not in ctx.disabled and winograd_pays(
+        hints(left.shape), plain, steps, padding, dilation, groups
+    )
+    return _Convolution(x, plain, bias, steps, padding, dilation, groups, onednn, winograd)  # type: ignore[arg-type]
 
 
 def _attribute(ctx: Context, node: Any) -> Tensor | None:
@@ -269,7 +275,7 @@ def _pack(
     with torch.utils._python_dispatch._disable_current_modes():
         from ipex_core.ops.conv import pack_convolution
 
-        packed = _constant(ctx, root, pack_convolution(weight, conv.groups))
+        packed = _constant(ctx, root, pack_convolution(weight, conv.groups, conv.winograd))
     operands = [_channels_last(ctx, root, n) for n in (conv.x, residual)]
     args = (
         operands[0],
@@ -349,7 +355,8 @@ def _against(conv: _Convolution, residual: bool, kind: str) -> str | None:
     shape = hints(val(conv.x).shape)  # type: ignore[union-attr]
     key = (
         *(_OP, conv.weight.dtype, conv.weight.shape, *shape, conv.stride, conv.padding),
-        *(conv.dilation, conv.groups, conv.bias is None, conv.onednn, residual, kind),
+        *(conv.dilation, conv.groups, conv.bias is None, conv.onednn, conv.winograd),
+        *(residual, kind),
     )
     return against_ours(key, lambda: _runs(conv, shape, residual, kind))
 
@@ -372,7 +379,7 @@ def _runs(
     shape = [min(shape[0], int(_WORK / (places * depth * out)) + 1), *shape[1:]]
     x = numbers(*shape, dtype=weight.dtype).contiguous(memory_format=last)
     bias = None if conv.bias is None else torch.zeros(out, dtype=weight.dtype)
-    packed, window = pack_convolution(weight, groups), list(weight.shape[2:])
+    packed, window = pack_convolution(weight, groups, conv.winograd), list(weight.shape[2:])
     args = (packed, out, window, stride, padding, dilation, bias)
     other = ipex(x, *args, groups=groups) if residual else None
     runs = {"ipex": lambda: ipex(x, *args, other, kind, groups)}

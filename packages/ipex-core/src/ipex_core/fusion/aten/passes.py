@@ -123,6 +123,7 @@ _STEPS: tuple[tuple[tuple[str, ...], Callable[[Context], None]], ...] = (
 PATTERNS = (
     *dict.fromkeys(name for names, _ in _STEPS for name in names),
     "convolution",
+    "winograd",  # of a convolution: minimal filtering
     "elementwise",  # of the device xpu
 )
 
