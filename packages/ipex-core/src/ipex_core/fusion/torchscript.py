@@ -338,7 +338,6 @@ _ACTIVATIONS = {
     "aten::hardtanh": "hardtanh",
     "aten::gelu": "gelu",
 }
-#: The layout of weights for which oneDNN is fastest.
 
 
 class Convolutions:

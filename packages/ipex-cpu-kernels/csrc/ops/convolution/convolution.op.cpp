@@ -78,7 +78,7 @@ int64_t most_direct_rows(const ConvolutionArgs& args, int64_t element_size) {
 }
 
 // Blocks of y of a task by minimal filtering: the weights are read once for all of them.
-constexpr int64_t kWinogradRows = 48;
+constexpr int64_t kWinogradRows = 60;
 
 // What the copies of a task on tiles may take, a part of L2.
 constexpr int64_t kCopies = 512 * 1024;
