@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ipex_core.config.isa_levels import LEVEL_FEATURES
+from ipex_core.kernels.providers import cpu_level
 from ipex_core.library.checks import (
     PRODUCT_TOLERANCE,
     acc,
@@ -46,19 +48,19 @@ def pack_convolution(weight: Tensor, groups: int = 1, winograd: bool = False) ->
     Args:
         weight: ``[O, C / groups, KH, KW]``, float32, bfloat16 or float16.
         groups: Groups of channels.
-        winograd: Transform a float32 weight ``[O, C, 3, 3]`` for minimal filtering, see `winograd_pays`.
+        winograd: Transform a weight ``[O, C, 3, 3]`` for minimal filtering, see `winograd_pays`.
 
     Returns:
         `pack_linear_weight` of the weight as ``[O, KH * KW * C / groups]``. With groups, the ``O / groups`` rows of
-        each are followed by rows of zeros up to a multiple of 32. A transformed one is ``[O, 16 * C]``, and its header
-        has a format of its own.
+        each are followed by rows of zeros up to a multiple of 32. A transformed one is float32
+        ``[O, 16 * C]``, and its header has a format of its own.
 
     Example:
         >>> pack_convolution(torch.zeros(32, 3, 5, 5)).numel() == 64 + 32 * 3 * 5 * 5 * 4
         True
     """
     if winograd:
-        weight = _transformed(weight, _THERE)
+        weight = _transformed(weight, _THERE).float()
     rows = _in_panels(weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1), groups)
     packed: Tensor = torch.ops.ipex.pack_linear_weight(rows.contiguous())
     return _named(packed, rows) if winograd else packed
@@ -71,9 +73,9 @@ def _named(packed: Tensor, rows: Tensor) -> Tensor:
 
 
 def _transformed(weight: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
-    """Return ``[O, C, n, n]`` for a square window, computed in float64."""
+    """Return float64 ``[O, C, n, n]`` for a square window."""
     m = torch.tensor(matrix, dtype=torch.float64, device=weight.device)
-    return (m @ weight.double() @ m.T).to(weight.dtype)
+    return m @ weight.double() @ m.T
 
 
 def winograd_pays(
@@ -86,12 +88,17 @@ def winograd_pays(
 ) -> bool:
     """Return whether a convolution takes less time by minimal filtering, F(2x2, 3x3), and can be computed so.
 
-    It has 16 products where the window has 36, on a weight of 16/9 of the size. Zen 3, one and two threads: 0.5 to 0.9
-    of the time within these limits; 1.05 for 16 channels that give 16, up to 1.0 where few pixels meet a weight that
-    comes from memory. Sums are shorter, so that errors are a third; infinities and NaN reach blocks of 2 x 2 pixels.
+    It has 16 products in float32 where the window has 36, on a weight of 16/9 of the size. Zen 3, one and two threads:
+    0.5 to 0.9 of the time within these limits; 1.05 for 16 channels that give 16, up to 1.0 where few pixels meet a
+    weight that comes from memory. Not where instructions multiply bfloat16. Sums are shorter, so that errors are a
+    third; infinities and NaN reach blocks of 2 x 2 pixels.
     """
     out, channels, *window = weight.shape
-    if weight.dtype != torch.float32 or window != [3, 3] or groups != 1:
+    if window != [3, 3] or groups != 1:
+        return False
+    if weight.dtype == torch.bfloat16 and "avx512_bf16" in LEVEL_FEATURES.get(
+        cpu_level() or "", ()
+    ):
         return False
     if any(v != 1 for v in (*stride, *dilation)):
         return False
@@ -128,7 +135,7 @@ def _is_winograd(
     """Return whether a weight was transformed; of one without data (of a fake tensor), the size tells."""
     depth = 16 * x.shape[1]
     size = dense.packed_bytes(out_channels, depth, torch.float32)
-    if list(kernel_size) != [3, 3] or groups != 1 or x.dtype not in (torch.float32, torch.float64):
+    if list(kernel_size) != [3, 3] or groups != 1:
         return False
     if packed_weight.dtype != torch.uint8 or list(packed_weight.shape) != [size]:
         return False
@@ -144,7 +151,9 @@ def _plain(
     if _is_winograd(x, packed_weight, out_channels, kernel_size, groups):
         depth = 16 * x.shape[1]
         rows = dense.unpack(packed_weight, out_channels, depth, torch.float32)
-        return _transformed(rows.view(out_channels, 4, 4, -1).permute(0, 3, 1, 2), _BACK)
+        return _transformed(rows.view(out_channels, 4, 4, -1).permute(0, 3, 1, 2), _BACK).to(
+            x.dtype
+        )
     stored, depth = stored_dtype(x, packed_weight), _depth(x, kernel_size, groups)
     rows = dense.unpack(packed_weight, _packed_rows(out_channels, groups), depth, stored)
     rows = rows.view(groups, -1, depth)[:, : out_channels // groups]
@@ -175,7 +184,7 @@ def _convolution(
             dtype of ``x``: the weight of a stock convolution, with channels as the last dimension. With groups, the
             ``out_channels / groups`` rows of each are followed by rows of zeros up to a multiple of 32. Or the result
             of ``ipex_core.ops.conv.pack_convolution(weight, winograd=True)`` for a window of 3 x 3 with strides and
-            dilations of 1 in float32: then infinities and NaN reach blocks of 2 x 2 pixels.
+            dilations of 1: then infinities and NaN reach blocks of 2 x 2 pixels.
         out_channels: The number of output channels.
         kernel_size: ``[KH, KW]``.
         stride: Steps of the window.
@@ -345,8 +354,7 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     special[0, 0, 0, 0], special[0, 1, 5, 5] = float("nan"), float("inf")
     yield Sample((special, *rest, bias, None, "relu"), id="special_values")
     yield from _grouped(dtype)
-    if dtype == torch.float32:
-        yield from _winograd(dtype)
+    yield from _winograd(dtype)
 
 
 def _winograd(dtype: torch.dtype) -> Iterator[Sample]:
@@ -365,7 +373,7 @@ def _winograd(dtype: torch.dtype) -> Iterator[Sample]:
         x, bias, rest = case[0], case[7], case[2:7]
         depth = sizes[1] * 9
         weight = randn(sizes[4], sizes[1], 3, 3, dtype=dtype, seed=7, scale=depth**-0.5)
-        rows = _transformed(weight, _THERE).permute(0, 2, 3, 1).reshape(sizes[4], -1)
+        rows = _transformed(weight, _THERE).float().permute(0, 2, 3, 1).reshape(sizes[4], -1)
         packed = _named(dense.pack(rows), rows)
         yield Sample((x, packed, *rest, bias), id=f"winograd-{name}")
         size = _out_size(x, *rest[1:])

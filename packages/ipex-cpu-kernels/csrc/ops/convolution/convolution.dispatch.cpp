@@ -81,9 +81,9 @@ void convolve_copies(const ConvolutionArgs& args, int64_t group, int64_t begin, 
 template <class T>
 void run(const ConvolutionArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin,
          int64_t panel_end, char* rows, char* tiles) {
+  if (args.winograd)
+    return convolve_winograd<T>(args, row_begin, row_end, panel_begin, panel_end, rows);
   if constexpr (std::is_same_v<T, float>) {
-    if (args.winograd)
-      return convolve_winograd(args, row_begin, row_end, panel_begin, panel_end, rows);
     convolve_direct<T>(args, row_begin, row_end, panel_begin, panel_end, rows);
   } else {
 #if IPEX_HAVE_AVX512_BF16 && !IPEX_HAVE_AMX

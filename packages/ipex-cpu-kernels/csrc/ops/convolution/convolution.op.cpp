@@ -58,8 +58,8 @@ bool is_direct(const ConvolutionArgs& args, ScalarType dtype) {
 }
 
 // Whether the weight was transformed for winograd.h.
-bool is_winograd(const ConvolutionArgs& args, const Tensor& packed, ScalarType dtype) {
-  if (!winograd_has(args) || dtype != ScalarType::Float) return false;
+bool is_winograd(const ConvolutionArgs& args, const Tensor& packed) {
+  if (!winograd_has(args)) return false;
   const int64_t k = kWinogradPlaces * args.channels;
   if (!packed.is_cpu() || packed.scalar_type() != ScalarType::Byte || packed.dim() != 1 ||
       packed.size(0) != packed_bytes(args.n, k, 0) || !packed.is_contiguous())
@@ -126,7 +126,7 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   // Each group begins with a panel of its own.
   const int64_t panels = groups * args.panels();
   const int64_t rows = groups == 1 ? out_channels : panels * kPackedPanel;
-  args.winograd = is_winograd(args, packed_weight, x.scalar_type());
+  args.winograd = is_winograd(args, packed_weight);
   if (!args.winograd)
     check_packed(op, "packed_weight", packed_weight, rows, args.k(), x.scalar_type());
   const int64_t images = x.size(0);
@@ -153,7 +153,7 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
 
   GemmShape shape{images * args.out_height * args.out_width, panels, args.k()};
   if (args.winograd) shape.rows = images * args.blocks_down() * args.blocks_across();
-  shape.tiles = uses_tiles(x.scalar_type());
+  shape.tiles = !args.winograd && uses_tiles(x.scalar_type());
   const bool tiles = shape.on_tiles();
   args.direct = !args.winograd && is_direct(args, x.scalar_type());
   // A tile has two panels.
@@ -170,7 +170,7 @@ Tensor convolution(const Tensor& x, const Tensor& packed_weight, int64_t out_cha
   const int64_t bytes = copy_bytes(args, block, x.element_size());
   std::atomic<bool> failed{false};
   kernels.visit(x.scalar_type(), [&]<class T>(auto* kernel) {
-    const bool scratch = tiles || shape.rows >= widened_from<T>();
+    const bool scratch = tiles || (!args.winograd && shape.rows >= widened_from<T>());
     run_gemm(shape, block, tiles ? kTilePanelsMost : shape.panels,
              [&](int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
                char* copies = Scratch<Area::kConvolutionRows>::get(bytes);

@@ -8,13 +8,16 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "convolution/direct.h"
 
 namespace ipex {
 namespace {
 
-// The blocks [begin, end) of y, which are numbered line by line, image by image.
+// The blocks [begin, end) of y, which are numbered line by line, image by image. All is computed in
+// float, whatever T is.
+template <class T>
 class WinogradBlocks {
  public:
   WinogradBlocks(const ConvolutionArgs& args, int64_t begin, int64_t end, char* scratch)
@@ -22,24 +25,24 @@ class WinogradBlocks {
         places_(args, end - begin),
         begin_(begin),
         count_(end - begin),
-        zeros_(reinterpret_cast<float*>(scratch)),
+        zeros_(reinterpret_cast<T*>(scratch)),
         rows_(reinterpret_cast<const float**>(scratch + places_.table)),
         x_(reinterpret_cast<float*>(scratch + places_.x)),
         products_(reinterpret_cast<float*>(scratch + places_.products)),
         sums_(reinterpret_cast<float*>(scratch + places_.sums)) {
-    std::fill_n(zeros_, args.channels, 0.0f);
+    std::memset(zeros_, 0, static_cast<size_t>(args.channels) * sizeof(T));
     for (int64_t t = 0; t < count_; ++t) rows_[t] = x_ + t * places_.stride;
   }
 
   void transform_x() const {
     for (int64_t t = 0; t < count_; ++t) {
       const auto [image, line, column] = place(begin_ + t);
-      const float* from[4][4];
+      const T* from[4][4];
       for (int64_t i = 0; i < 4; ++i)
         for (int64_t j = 0; j < 4; ++j) {
           const int64_t h = 2 * line + i - args_.padding_y, w = 2 * column + j - args_.padding_x;
           const bool inside = h >= 0 && h < args_.height && w >= 0 && w < args_.width;
-          from[i][j] = inside ? static_cast<const float*>(args_.x) +
+          from[i][j] = inside ? static_cast<const T*>(args_.x) +
                                     ((image * args_.height + h) * args_.width + w) * args_.channels
                               : zeros_;
         }
@@ -80,13 +83,13 @@ class WinogradBlocks {
   }
 
   // Transforms the products back and finishes the columns from `panel` of `block` on.
-  void finish(const GemmBlock<float>& block, int64_t panel, int64_t width, int vectors) const {
-    const Finisher<float> finisher = block.finisher(panel, width);
+  void finish(const GemmBlock<T>& block, int64_t panel, int64_t width, int vectors) const {
+    const Finisher<T> finisher = block.finisher(panel, width);
     for (int64_t t = 0, n; t < count_; t += n) {  // blocks side by side
       const auto [image, line, column] = place(begin_ + t);
       n = std::min(count_ - t, args_.blocks_across() - column);
       const int64_t pixels = std::min(2 * n, args_.out_width - 2 * column);
-      GemmBlock<float> lines[2] = {block, block};
+      GemmBlock<T> lines[2] = {block, block};
       const int64_t kept = std::min<int64_t>(2, args_.out_height - 2 * line);
       for (int64_t i = 0; i < kept; ++i) {
         const int64_t row = image * args_.out_height + 2 * line + i;
@@ -158,29 +161,30 @@ class WinogradBlocks {
   const ConvolutionArgs& args_;
   WinogradScratch places_;
   int64_t begin_, count_;
-  float* zeros_;
+  T* zeros_;
   const float** rows_;
   float *x_, *products_, *sums_;
 };
 
 // The blocks [begin, end) of what the panels [panel_begin, panel_end) give.
-inline void convolve_winograd(const ConvolutionArgs& args, int64_t begin, int64_t end,
-                              int64_t panel_begin, int64_t panel_end, char* scratch) {
-  const WinogradBlocks blocks(args, begin, end, scratch);
+template <class T>
+void convolve_winograd(const ConvolutionArgs& args, int64_t begin, int64_t end, int64_t panel_begin,
+                       int64_t panel_end, char* scratch) {
+  const WinogradBlocks<T> blocks(args, begin, end, scratch);
   blocks.transform_x();
-  for_groups<float>(
-      args, panel_begin, panel_end, [&](int64_t, const GemmBlock<float>& block) IPEX_LAMBDA {
-        const int64_t size = panel_size<float>(block.k);
-        for (int64_t p = 0; p < block.panels; p += 2) {
-          const float* p0 = block.w + p * size;
-          const float* p1 = p + 1 < block.panels ? p0 + size : nullptr;
-          const int64_t width = (p1 ? 2 : 1) * kPanel;
-          const int64_t columns = std::min(width, block.columns - p * kPanel);
-          const auto vectors = static_cast<int>((columns + kLanes - 1) / kLanes);
-          blocks.multiply(p0, p1, vectors, p + 2 < block.panels ? p0 + 2 * size : nullptr);
-          blocks.finish(block, p, width, vectors);
-        }
-      });
+  const int64_t size = panel_size<float>(args.k());
+  const float* w = static_cast<const float*>(args.weight) + panel_begin * size;
+  for_groups<T>(args, panel_begin, panel_end, [&](int64_t, const GemmBlock<T>& block) IPEX_LAMBDA {
+    for (int64_t p = 0; p < block.panels; p += 2, w += 2 * size) {
+      const bool both = p + 1 < block.panels;
+      const int64_t width = (both ? 2 : 1) * kPanel;
+      const int64_t columns = std::min(width, block.columns - p * kPanel);
+      const auto vectors = static_cast<int>((columns + kLanes - 1) / kLanes);
+      blocks.multiply(w, both ? w + size : nullptr, vectors,
+                      p + 2 < block.panels ? w + 2 * size : nullptr);
+      blocks.finish(block, p, width, vectors);
+    }
+  });
 }
 
 }  // namespace
