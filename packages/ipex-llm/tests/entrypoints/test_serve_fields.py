@@ -299,6 +299,10 @@ def test_structured_outputs(parts, structured):
         body |= {"response_format": {"type": "json_object"}}
         found = (await ask(client, "/v1/chat/completions", **body))["choices"][0]
         assert found["message"]["content"].lstrip()[0] == "{"
+        # Marks of reasoning in bound output are text.
+        body = {"messages": body["messages"], "regex": "a<think>b", "max_tokens": 30}
+        found = (await ask(client, "/v1/chat/completions", **body))["choices"][0]
+        assert found["message"]["content"] == "a<think>b"
         plain = await ask(client, **GREEDY)
         beside = await asyncio.gather(
             ask(client, **GREEDY),

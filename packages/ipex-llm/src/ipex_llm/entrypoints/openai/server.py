@@ -15,7 +15,7 @@ from ipex_core.errors import MissingComponentError
 from ipex_llm.engine import EngineStats, SamplingParams, StepOutput, TokenLogprobs
 from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.entrypoints.openai import responses
-from ipex_llm.entrypoints.openai.chat import Parser, family_of, forced_parser
+from ipex_llm.entrypoints.openai.chat import Family, Parser, family_of, forced_parser
 from ipex_llm.entrypoints.openai.grammar import Grammars, Wanted
 from ipex_llm.entrypoints.openai.guard import Guard
 from ipex_llm.entrypoints.openai.job import CHAT, Job, failure, submit
@@ -396,14 +396,15 @@ class _Api:
 
         Args:
             body: The request.
-            wanted: What the answer must be; then it does not begin with reasoning.
+            wanted: What the answer must be; then all of it is text, whatever marks it has.
             text: The prompt.
         """
         if not isinstance(body, ChatRequest):
             return None
         if body.forced:
             return forced_parser(body.forced_name)
-        return Parser(self.family, body.tool_names, "" if wanted is not None else text)
+        family = self.family if wanted is None else Family("plain")
+        return Parser(family, body.tool_names, text)
 
 
 def _speculation(now: EngineStats) -> dict[str, tuple[str, float]]:
