@@ -230,6 +230,18 @@ def test_max_completion_tokens(parts):
         assert error["param"] == "input"
 
 
+def test_a_chat_without_a_limit_goes_as_far_as_the_cache(parts):
+    server = serve(parts, num_blocks=16, eos_token_ids=())
+
+    @server
+    async def _(client):
+        body = {"messages": [{"role": "user", "content": "fox"}], "min_tokens": 2}
+        found = await ask(client, "/v1/chat/completions", **body)
+        assert found["usage"]["total_tokens"] == 16 * 4 + 1
+        error = (await ask(client, "/v1/chat/completions", 400, **body, max_tokens=64))["error"]
+        assert "must fit the cache of 64 tokens" in error["message"]
+
+
 # -- structured output --------------------------------------------------------------------------------------------
 
 SCHEMA = {

@@ -336,8 +336,17 @@ class _Api:
             if self.family.special:
                 params = [one.replace(skip_special_tokens=False) for one in params]
 
-        def changes() -> dict[str, Any]:
-            return {} if wanted is None else {"grammar": self.grammars.make(wanted)}
+        def changes(length: int) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            if wanted is not None:
+                found["grammar"] = self.grammars.make(wanted)
+            if isinstance(body, ChatRequest) and not (
+                body.max_tokens or body.max_completion_tokens
+            ):
+                # Nothing was asked for: as far as the cache goes.
+                room = self.engine.stats().blocks * self.engine.block_size + 1 - length
+                found["max_new_tokens"] = max(1, params[0].min_new_tokens, min(default, room))
+            return found
 
         requests = [
             (self.prompts.maker(prompt, chat, changes, **template), params) for prompt in prompts

@@ -87,7 +87,7 @@ class Prompts:
         self,
         prompt: Any,
         chat: bool,
-        changes: Callable[[], Mapping[str, Any]] = dict,
+        changes: Callable[[int], Mapping[str, Any]],
         **template: Any,
     ) -> Callable[[], Prompt]:
         """Return a function that makes the prompt.
@@ -95,14 +95,14 @@ class Prompts:
         Args:
             prompt: Text, token ids, or the messages of a conversation.
             chat: Whether it is the last.
-            changes: Gives fields of the parameters that take long to make.
+            changes: Gives fields of the parameters that take long to make, or depend on the number of tokens.
             **template: Further arguments of the chat template.
         """
 
         def made() -> Prompt:
             text, found = self.encode(prompt, chat, **template)
             check_prompt(found, self.most, self.vocab)
-            return Prompt(found, changes(), text)
+            return Prompt(found, changes(len(found)), text)
 
         return made
 
