@@ -70,6 +70,16 @@ CASES = {
         None,
         [ADD],
     ),
+    "qwen_text_behind": (
+        QWEN,
+        "",
+        f"<tool_call>{JSON_ADD}</tool_call>\n a  b ",
+        None,
+        "\n a  b ",
+        [ADD],
+    ),
+    "llama_blanks": (LLAMA, "", f"\n\n{JSON_ADD}", None, None, [ADD]),
+    "llama_blank_text": (LLAMA, "", "\n {a}", None, "\n {a}", []),
     "llama": (LLAMA, "", '{"name": "add", "parameters": {"a": 1, "b": "x}"}}', None, None, [ADD]),
     "llama_two": (
         LLAMA,

@@ -150,7 +150,7 @@ class Parser:
         self._tools = frozenset(tools)
         self._buffer = ""
         self._state = "text"
-        self._begun = False  # there was text, so that a brace begins no call
+        self._begun = False  # there was text since the last call, so that a brace begins no call
         self._skips = False  # blank lines behind the reasoning
         self._name = ""
         self.calls = 0
@@ -225,9 +225,12 @@ class Parser:
                 self._parse(found, body, body)
             return False
         text, mark = self._until(opening, last)
-        if self.calls and not text.strip():
-            text = ""  # blanks between calls
         self._begun = self._begun or bool(text.strip())
+        if not self._begun and (self.calls or family.bare):
+            if mark is None and not last:  # what follows tells whether blanks are part of a text
+                self._buffer = text + self._buffer
+                return False
+            text = "" if self.calls else text  # blanks between calls
         self._emit(found, "content", text)
         if mark is None:
             return False
@@ -279,6 +282,7 @@ class Parser:
     def _add(self, found: list[dict[str, Any]], name: str, arguments: str) -> None:
         found.append({"tool_calls": [call_delta(self.calls, name, arguments)]})
         self.calls += 1
+        self._begun = False
 
 
 def call_delta(index: int, name: str, arguments: str) -> dict[str, Any]:
