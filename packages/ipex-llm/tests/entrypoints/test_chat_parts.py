@@ -138,6 +138,16 @@ CASES = {
         None,
         [ADD],
     ),
+    "harmony_dotted": (
+        HARMONY,
+        "",
+        " to=functions.a.b<|message|>{}<|call|>",
+        None,
+        None,
+        [("a.b", {})],
+    ),
+    "harmony_unknown": (HARMONY, "", " to=functions.rm<|message|>{}<|call|>", None, "{}", []),
+    "harmony_cut_off": (HARMONY, "", ' to=functions.add<|message|>{"a', None, '{"a', []),
     "plain": (
         "{{ messages }}",
         "",
@@ -153,7 +163,7 @@ CASES = {
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_parts_of_an_answer(name, size):
     template, prompt, text, reasoning, content, calls = CASES[name]
-    parser = Parser(family_of(template), ["add", "stop"], prompt)
+    parser = Parser(family_of(template), ["add", "stop", "a.b"], prompt)
     deltas = []
     for at in range(0, len(text), size):
         deltas += parser.feed(text[at : at + size])

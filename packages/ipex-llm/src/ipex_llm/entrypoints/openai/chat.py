@@ -245,7 +245,7 @@ class Parser:
                 return False
             head = self._buffer[:at]
             self._buffer = self._buffer[at + len("<|message|>") :]
-            match = re.search(r"to=functions\.([\w-]+)", head)
+            match = re.search(r"to=functions\.([\w.-]+)", head)
             self._name = match[1] if match else ""
             channel = head.partition("<|channel|>")[2].strip()
             self._state = "call" if match else "text"
@@ -257,7 +257,7 @@ class Parser:
             if not last and not any(mark in self._buffer for mark in ends):
                 return False
             text, mark = self._until(ends, True)
-            self._add(found, self._name, text.strip() or "{}")
+            self._parse(found, text.strip() or "{}", text)
         else:
             text, mark = self._until(ends, last)
             kind = "reasoning_content" if self._state == "reasoning" else "content"
@@ -268,9 +268,12 @@ class Parser:
 
     def _parse(self, found: list[dict[str, Any]], body: str, raw: str) -> None:
         """Emit the calls of a text, or the text where it has none."""
-        assert self._family.parse is not None
         try:
-            calls = self._family.parse(body)
+            if self._family.parse is None:  # harmony, whose head has the name
+                json.loads(body)
+                calls = [(self._name, body)]
+            else:
+                calls = self._family.parse(body)
             if not calls or any(name not in self._tools for name, _ in calls):
                 raise ValueError(f"calls must be of the tools, got {calls!r}"[:200])
         except (ValueError, RecursionError):
