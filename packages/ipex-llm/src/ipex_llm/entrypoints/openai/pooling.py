@@ -19,6 +19,7 @@ from ipex_llm.engine.limits import check_prompt
 from ipex_llm.entrypoints.openai.job import Job, failure, submit
 from ipex_llm.entrypoints.openai.protocol import (
     ApiError,
+    Fields,
     Flag,
     Integer,
     Messages,
@@ -35,7 +36,7 @@ from ipex_llm.model_loader.pooling import PoolingConfig
 try:
     from fastapi import Request
     from fastapi.responses import JSONResponse, Response
-    from pydantic import BaseModel, Field, field_validator, model_validator
+    from pydantic import Field, field_validator, model_validator
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
@@ -45,7 +46,7 @@ MAX_INPUTS = 2048
 _AT_ONCE = 1 << 16
 
 
-class _Pooling(BaseModel):
+class _Pooling(Fields):
     model: str | None = None
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1)] | None = None
 
@@ -140,7 +141,7 @@ class ScoreRequest(_Pooling):
         return list(zip(first, many, strict=True))
 
 
-class Tokenize(BaseModel):
+class Tokenize(Fields):
     """Body of ``/tokenize``."""
 
     model: str | None = None
@@ -176,7 +177,7 @@ class Tokenize(BaseModel):
         return found
 
 
-class Detokenize(BaseModel):
+class Detokenize(Fields):
     """Body of ``/detokenize``."""
 
     model: str | None = None

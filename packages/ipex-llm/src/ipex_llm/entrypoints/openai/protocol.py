@@ -72,7 +72,14 @@ class ApiError(Exception):
 
 
 try:
-    from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
+    from pydantic import (
+        BaseModel,
+        BeforeValidator,
+        Field,
+        ValidationError,
+        field_validator,
+        model_validator,
+    )
     from pydantic_core import PydanticCustomError
     from starlette.requests import Request
 except ImportError as _error:
@@ -124,12 +131,24 @@ def few(most: int, name: str, parts: int | None = None) -> BeforeValidator:
 few_tools = few(MAX_TOOLS, "tools")
 
 
-class StreamOptions(BaseModel):
+class Fields(BaseModel):
+    """An object of a request. A field that is null is as one that is not there, unless it must be there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: v for name, v in value.items() if v is not None or name in needed}
+
+
+class StreamOptions(Fields):
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Fields):
     """What an output must be, as vLLM has it; one of them."""
 
     # "json" would hide a method of pydantic's models.
@@ -156,13 +175,13 @@ class StructuredOutputs(BaseModel):
         return found
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Fields):
     name: str = Field("", max_length=200)
     schema_: Any = Field(None, alias="schema")
     strict: Flag | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """The form of the output, as the OpenAI API has it."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -194,7 +213,7 @@ def schema_wanted(schema: Any, field: str) -> Wanted:
     return Wanted("json", json.dumps(schema, ensure_ascii=False), field)
 
 
-class _Common(BaseModel):
+class _Common(Fields):
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     min_tokens: Integer = Field(0, ge=0)
@@ -282,17 +301,17 @@ class CompletionRequest(_Common):
         return self.logprobs
 
 
-class TextPart(BaseModel):
+class TextPart(Fields):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Fields):
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(Fields):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -308,7 +327,7 @@ class ToolCall(BaseModel):
         return found if self.id is None else {"id": self.id, **found}
 
 
-class Message(BaseModel):
+class Message(Fields):
     """One message of a conversation."""
 
     role: str
@@ -337,23 +356,23 @@ Messages = Annotated[list[Message], few(MAX_MESSAGES, "messages", MAX_PARTS)]
 FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
-class Function(BaseModel):
+class Function(Fields):
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
     strict: Flag | None = None
 
 
-class Tool(BaseModel):
+class Tool(Fields):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(Fields):
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Fields):
     type: Literal["function"] = "function"
     function: NamedFunction
 

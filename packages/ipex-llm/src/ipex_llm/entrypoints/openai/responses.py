@@ -20,6 +20,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     ApiError,
     ChatRequest,
     Effort,
+    Fields,
     Flag,
     Integer,
     Number,
@@ -50,24 +51,24 @@ _INCLUDED = (
 )
 
 
-class Format(BaseModel):
+class Format(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: str = Field("", max_length=200)
     schema_: Any = Field(None, alias="schema")
     strict: Flag | None = None
 
 
-class Text(BaseModel):
+class Text(Fields):
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(BaseModel):
+class Reasoning(Fields):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class FlatTool(BaseModel):
+class FlatTool(Fields):
     type: Literal["function"]
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
@@ -75,17 +76,17 @@ class FlatTool(BaseModel):
     strict: Flag | None = None
 
 
-class FlatChoice(BaseModel):
+class FlatChoice(Fields):
     type: Literal["function"]
     name: str
 
 
-class Part(BaseModel):
+class Part(Fields):
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
 
 
-class Item(BaseModel):
+class Item(Fields):
     """What was said, called or returned before."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -114,7 +115,7 @@ class Item(BaseModel):
 FIELDS = {"prompt": "input", "messages": "input", "max_completion_tokens": "max_output_tokens"}
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(Fields):
     """Body of ``/v1/responses``."""
 
     model: str | None = None
