@@ -555,6 +555,13 @@ def test_tools_that_are_refused(parts, structured):
 
     @server
     async def _(client):
+        whole = json.dumps({**CHAT, "tools": [tool(x="@")], "tool_choice": "required"})
+        head = {"Content-Type": "application/json"}
+        for depth in range(450, 500, 2):  # about as deep as Python reads
+            schema = '{"type":"object","properties":{"a":' * depth + "{}" + "}}" * depth
+            data = whole.replace('"@"', schema)
+            found = await client.post("/v1/chat/completions", content=data, headers=head)
+            assert found.status_code == 400, (depth, found.text)
         for body, field, message in TOOL_ERRORS:
             request = {**CHAT, "max_tokens": 4, **body}
             found = await ask(client, "/v1/chat/completions", 400, **request)

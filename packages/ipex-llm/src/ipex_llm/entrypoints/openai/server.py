@@ -328,6 +328,9 @@ class _Api:
             for word, name in names.items():
                 text = text.replace(word, name, 1) if field == name else text
             raise ApiError(400, text, param=field) from None
+        except RecursionError:  # of a schema that could be read just so
+            text = "body: must be JSON that is not nested deeply"
+            raise ApiError(400, text, param="body") from None
         except MissingComponentError as error:
             raise ApiError(400, str(error)) from None
         template: dict[str, Any] = {}
