@@ -210,13 +210,15 @@ def test_answers_that_must_be_calls():
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
-def test_definitions_of_tools_come_to_the_root():
+def test_references_of_tools_mean_the_same_in_the_answer():
     class Function:
         def __init__(self, name, parameters):
             self.name, self.parameters = name, parameters
 
-    one = Function("a", {"type": "object", "$defs": {"x": {"type": "string"}}})
-    two = Function("b", {"type": "object", "$defs": {"x": {"type": "integer"}}})
-    assert forced_schema([one], None, True)["$defs"] == {"x": {"type": "string"}}
-    with pytest.raises(ValueError, match=r"tools must agree on \$defs, got two kinds of 'x'"):
-        forced_schema([one, two], None, True)
+    one = Function("a", {"$defs": {"x": {}}, "properties": {"b": {"$ref": "#/$defs/x"}}})
+    two = Function("b.c", {"properties": {"d": {"anyOf": [{"$ref": "#"}, {"$ref": "http://x"}]}}})
+    found = forced_schema([one, two, Function("d", {})], None, True)["$defs"]
+    assert found["a"]["properties"] == {"b": {"$ref": "#/$defs/a/$defs/x"}}
+    kinds = found["b.c"]["properties"]["d"]["anyOf"]
+    assert [kind["$ref"] for kind in kinds] == ["#/$defs/b.c", "http://x"]
+    assert found["d"] == {"type": "object"} == forced_schema([Function("d", {})], "d", True)

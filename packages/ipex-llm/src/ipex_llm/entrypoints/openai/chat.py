@@ -358,37 +358,41 @@ def forced_schema(tools: Sequence[Any], name: str | None, parallel: bool) -> dic
         tools: With ``name`` and ``parameters``.
         name: The tool to call, None for any.
         parallel: Whether there may be more than one.
-
-    Raises:
-        ValueError: Two tools mean something else by one name.
     """
     if name is not None:
         found: dict[str, Any] = next(t.parameters for t in tools if t.name == name)
-        return found
-    calls = []
-    shared: dict[str, dict[str, Any]] = {}
-    for tool in tools:
-        schema = dict(tool.parameters)
-        for key in ("$defs", "definitions"):  # references name them from the root
-            for kind, rule in (schema.pop(key, None) or {}).items():
-                if shared.setdefault(key, {}).setdefault(kind, rule) != rule:
-                    raise ValueError(f"tools must agree on {key}, got two kinds of {kind!r}")
-        properties = {"name": {"const": tool.name}, "parameters": schema}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+        return found or {"type": "object"}
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.name},
+                "parameters": {"$ref": f"#/$defs/{tool.name}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
     return {
-        **shared,
+        "$defs": {tool.name: _moved(tool.parameters, f"#/$defs/{tool.name}") for tool in tools},
         "type": "array",
         "minItems": 1,
         "maxItems": 16 if parallel else 1,
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
     }
+
+
+def _moved(schema: dict[str, Any], place: str) -> Any:
+    """Return a schema whose references from its root lead to the same rules when it is at a place of another one."""
+
+    def moved(part: dict[str, Any]) -> dict[str, Any]:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            part["$ref"] = place + reference[1:]
+        return part
+
+    return json.loads(json.dumps(schema or {"type": "object"}), object_hook=moved)
 
 
 def merged(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
