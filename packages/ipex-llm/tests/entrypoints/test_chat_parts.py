@@ -184,7 +184,7 @@ def test_text_is_handed_on_as_it_comes():
     assert parser.feed("Hello") == [{"content": "Hello"}]
     assert parser.feed(" <thi") == [{"content": " "}]
     assert parser.feed("s") == [{"content": "<this"}]
-    assert parser.feed("<think>so") == [{"reasoning_content": "so"}]
+    assert parser.feed("<think>so") == [{"reasoning_content": "so"}] and parser.reasons
 
 
 def test_without_tools_calls_are_text():

@@ -95,7 +95,8 @@ def test_completions():
             text_of(server.runner, "DE", 8),
         ]
         assert [c["finish_reason"] for c in found["choices"]] == ["length", "length"]
-        assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
+        usage = {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
+        assert found["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
         logprobs = found["choices"][0]["logprobs"]
         assert len(logprobs["tokens"]) == len(logprobs["top_logprobs"]) == 8
         ids = await client.post("/v1/completions", json={**GREEDY, "prompt": [33, 34, 35]})

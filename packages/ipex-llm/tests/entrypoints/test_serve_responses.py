@@ -51,6 +51,11 @@ def test_text(parts):  # noqa: F811
             assert "".join(part["text"] for part in item["content"]) == text
             assert answer["usage"]["output_tokens"] == 6
             assert answer["usage"]["input_tokens"] == found["usage"]["prompt_tokens"]
+            # In the cache from the chat: full blocks of 4 tokens before the last one.
+            cached = (found["usage"]["prompt_tokens"] - 1) // 4 * 4
+            details = answer["usage"]["input_tokens_details"]
+            assert details == {"cached_tokens": cached, "cache_write_tokens": 0} and cached
+            assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
         made = events(await client.post(PATH, json={**GREEDY, **body, "stream": True}))
         kinds = [event["type"].removeprefix("response.") for event in made]
         assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]

@@ -700,6 +700,7 @@ class Engine:
             *(request.id, (token,), text, reason is not None, reason),
             () if logprobs is None else (logprobs,),
             prompt_logprobs=tuple(request.prompt_logprobs) if first else (),
+            cached_tokens=request.cached_tokens if first else 0,
             queued=request.admitted - request.arrived if first else None,
         )
 
@@ -829,6 +830,7 @@ def _merged(outputs: list[StepOutput]) -> list[StepOutput]:
             text="".join(output.text for output in outputs),
             logprobs=tuple(entry for output in outputs for entry in output.logprobs),
             prompt_logprobs=outputs[0].prompt_logprobs,
+            cached_tokens=outputs[0].cached_tokens,
             queued=outputs[0].queued,
         )
     ]

@@ -267,6 +267,7 @@ class StepOutput:
         error: With ``"error"``: what happened, for this request alone.
         prompt_logprobs: With the first token, if they were asked for: of each token of the prompt but the first.
         vector: float32 ``[H]``, the answer to `PoolingParams`.
+        cached_tokens: With the first token: of the prompt, found in the cache.
         queued: With the first token: seconds between the arrival of the request and its first computation.
         refused: With ``"error"``: whether the request is to blame, by its grammar.
     """
@@ -280,6 +281,7 @@ class StepOutput:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     vector: torch.Tensor | None = None
+    cached_tokens: int = 0
     queued: float | None = None
     refused: bool = False
 

@@ -161,6 +161,11 @@ class Parser:
             # The prompt ends with <|start|>assistant.
             self._state = "head"
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the next text is reasoning."""
+        return self._state == "reasoning"
+
     def feed(self, text: str, last: bool = False) -> list[dict[str, Any]]:
         """Take text and return what of the message is certain by now, as deltas of the API.
 

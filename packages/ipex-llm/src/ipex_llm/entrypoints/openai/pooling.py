@@ -29,7 +29,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     short,
     wrong,
 )
-from ipex_llm.entrypoints.openai.texts import Prompts, usage
+from ipex_llm.entrypoints.openai.texts import Prompts
 from ipex_llm.entrypoints.openai.worker import Accepted, Failed, Prompt, Worker
 from ipex_llm.model_loader.pooling import PoolingConfig
 
@@ -427,9 +427,7 @@ def _length(part: Any) -> int:
 
 
 def _usage(count: int) -> dict[str, int]:
-    found = usage(count, 0)
-    del found["completion_tokens"]
-    return found
+    return {"prompt_tokens": count, "total_tokens": count}
 
 
 def _named(error: ApiError, name: str) -> ApiError:

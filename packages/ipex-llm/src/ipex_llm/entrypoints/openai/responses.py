@@ -252,6 +252,7 @@ class Answer:
 
     def __init__(self, model: str, body: ResponsesRequest) -> None:
         self.id = f"resp_{secrets.token_hex(16)}"
+        self.reasoning_tokens = 0
         self._numbers = itertools.count()
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -283,7 +284,7 @@ class Answer:
             "truncation": "disabled",
         }
 
-    def whole(self, status: str, usage: dict[str, int] | None = None) -> dict[str, Any]:
+    def whole(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the object with all that is complete.
 
         Args:
@@ -296,7 +297,9 @@ class Answer:
         if usage is not None:
             found["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
             }
         return found
@@ -422,7 +425,9 @@ async def events(answer: Answer, job: Any, reply: Any) -> AsyncIterator[dict[str
         if isinstance(event, Failed):
             raise failure(event, job.names)
         assert isinstance(event, StepOutput)
-        job.new_tokens += len(event.tokens)
+        job.count(0, event)
+        if getattr(parser, "reasons", False):
+            answer.reasoning_tokens += len(event.tokens)
         logprobs, _ = await job.logprobs(0, event, False, reply, 0)
         if logprobs is not None:
             answer.note(logprobs["content"])

@@ -456,6 +456,7 @@ class Generation(Job):
         self.usage_each = self.usage_last and options.continuous_usage_stats
         self.prompt_tokens = 0
         self.new_tokens = 0
+        self.cached_tokens = 0
         #: For each choice: the prompt, its text in the chat template, and what reads the answer.
         self.tokens: list[Sequence[int]] = []
         self.texts: list[str] = []
@@ -515,7 +516,7 @@ class Generation(Job):
                 part, offset = await self.logprobs(index, event, len(pieces) == 1, reply, offset)
                 if part is not None:
                     parts.append(part)
-                self.new_tokens += 0 if self.empty else len(event.tokens)
+                self.count(index, event)
                 if event.finished:
                     break
             logprobs = reply.joined(parts) if parts else None
@@ -560,7 +561,7 @@ class Generation(Job):
                     yield f"data: {error.json()}\n\n"
                     return
                 assert isinstance(event, StepOutput)
-                self.new_tokens += 0 if self.empty else len(event.tokens)
+                self.count(index, event)
                 text = self._text(index, event, first[index], reply)
                 logprobs, offsets[index] = await self.logprobs(
                     index, event, first[index], reply, offsets[index]
@@ -583,9 +584,15 @@ class Generation(Job):
         finally:
             self.cancel()
 
-    def usage(self) -> dict[str, int]:
+    def count(self, index: int, event: StepOutput) -> None:
+        """Count the tokens of an event."""
+        self.new_tokens += 0 if self.empty else len(event.tokens)
+        if index % self.n == 0:  # the other choices have the same prompt
+            self.cached_tokens += event.cached_tokens
+
+    def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens up to now."""
-        return usage(self.prompt_tokens, self.new_tokens)
+        return usage(self.prompt_tokens, self.new_tokens, self.cached_tokens)
 
     async def respond(self, reply: Reply, answer: Answer) -> dict[str, Any]:
         """Return the object of ``/v1/responses``."""

@@ -253,10 +253,11 @@ class Reply:
         return str(self.tokenizer.decode([token]))
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Return the numbers of tokens."""
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Return the numbers of tokens; ``cached`` of the prompt were found in the cache."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
