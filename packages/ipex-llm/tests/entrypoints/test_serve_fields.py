@@ -546,6 +546,9 @@ TOOL_ERRORS = [
     ),
     ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs.a", "valid"),
     ({"functions": [{"name": "a"}]}, "functions", "not supported"),
+    ({"guided_json": {"type": "integer"}}, "guided_json", "not supported"),
+    ({"bad_words": ["a"], "documents": []}, "bad_words", "not supported"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "top_logprobs"),
 ]
 

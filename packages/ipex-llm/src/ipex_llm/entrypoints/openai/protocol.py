@@ -213,6 +213,16 @@ def schema_wanted(schema: Any, field: str) -> Wanted:
     return Wanted("json", json.dumps(schema, ensure_ascii=False), field)
 
 
+#: Fields of the OpenAI API and of vLLM that would change the answer, and are not supported.
+_REFUSED = (
+    *("suffix", "functions", "audio", "web_search_options", "bad_words", "allowed_token_ids"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "logits_processors"),
+    *("use_beam_search", "truncate_prompt_tokens", "prompt_logprobs", "prompt_embeds", "echo"),
+    *("continue_final_message", "chat_template", "documents"),
+    *("return_token_ids", "return_tokens_as_token_ids"),
+)
+
+
 class _Common(Fields):
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=0)] | None = None
@@ -249,6 +259,13 @@ class _Common(Fields):
                 raise wrong(f"must have numbers in [-100, 100], got {bias:g}")
         return value
 
+    def refused(self, found: dict[str, Any]) -> str | None:
+        """Return a field of the body ``found`` that is not supported, or None."""
+        if found.get("add_generation_prompt") is False:
+            return "add_generation_prompt"
+        names = (name for name in _REFUSED if name not in type(self).model_fields)
+        return next((name for name in names if found.get(name)), None)
+
     def wanted(self) -> Wanted | None:
         """Return what the output must be, or None.
 
@@ -277,7 +294,6 @@ class CompletionRequest(_Common):
     prompt: Any
     logprobs: Annotated[Integer, Field(ge=0, le=50)] | None = None
     echo: Flag = False
-    suffix: str | None = None
     best_of: Integer | None = None
 
     @field_validator("prompt")
@@ -289,11 +305,9 @@ class CompletionRequest(_Common):
         """Return the prompts, one for each set of choices."""
         return prompts_of(self.prompt)
 
-    def refused(self) -> str | None:
-        """Return the field that is not supported, or None."""
-        if self.suffix:
-            return "suffix"
-        return "best_of" if self.best_of not in (None, self.n) else None
+    def refused(self, found: dict[str, Any]) -> str | None:
+        """As for all requests."""
+        return "best_of" if self.best_of not in (None, self.n) else super().refused(found)
 
     @property
     def alternatives(self) -> int | None:
@@ -400,7 +414,6 @@ class ChatRequest(_Common):
     parallel_tool_calls: Flag = True
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, str | Flag | Integer | Number | None] | None = None
-    functions: Any = None
 
     @field_validator("tools")
     @classmethod
@@ -416,10 +429,6 @@ class ChatRequest(_Common):
         if isinstance(value, dict) and (taken := sorted(_RESERVED & value.keys())):
             raise wrong(f"must have arguments of the model's own template, got {taken[0]!r}")
         return short(value, MAX_TOOLS, "arguments")
-
-    def refused(self) -> str | None:
-        """Return the field that is not supported, or None."""
-        return "functions" if self.functions else None
 
     @property
     def tool_names(self) -> list[str]:
@@ -678,9 +687,14 @@ def chat_of(found: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
 
 def _validated(kind: type[Body], found: Any, names: Mapping[str, str]) -> Body:
     try:
-        return kind.model_validate(found)
+        made = kind.model_validate(found)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = _place(first["loc"], names)
         text = f"{place}: {first['msg']}"[:300]
         raise ApiError(400, text, param=place) from None
+    refused = made.refused(found) if isinstance(made, _Common) else None
+    if refused is not None:
+        text = f"{refused} is not supported: remove it from the request"
+        raise ApiError(400, text, param=refused)
+    return made

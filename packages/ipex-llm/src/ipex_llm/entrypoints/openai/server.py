@@ -300,11 +300,6 @@ class _Api:
         """
         lora = self.models.check(body.model, adapters=True)
         self.check_generates()
-        refused = body.refused()
-        if refused is not None:
-            raise ApiError(
-                400, f"{refused} is not supported: remove it from the request", param=refused
-            )
         if not prompts:
             raise ApiError(400, "prompt must have at least one prompt, got none", param="prompt")
         if len(prompts) * body.n > MAX_CHOICES:
