@@ -144,7 +144,7 @@ class SamplingParams:
         n = self.max_new_tokens
         _check(_integer(n) and n >= 1, "max_new_tokens", "be a positive integer", n)
         least = self.min_new_tokens
-        wanted = "be between 0 and max_new_tokens"
+        wanted = f"be between 0 and max_new_tokens, {n}"
         _check(_integer(least) and 0 <= least <= n, "min_new_tokens", wanted, least)
         t = self.temperature
         wanted = "be 0 or in [1e-06, 1e+06]"
@@ -152,7 +152,7 @@ class SamplingParams:
         _check(
             _integer(self.top_k) and 0 <= self.top_k < 2**31,
             "top_k",
-            "be 0 or a positive integer",
+            "be an integer in [0, 2^31)",
             self.top_k,
         )
         for name in ("top_p", "min_p"):
