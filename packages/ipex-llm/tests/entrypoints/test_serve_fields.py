@@ -315,6 +315,11 @@ def test_structured_outputs(parts, structured):
         body = {"messages": body["messages"], "regex": "a<think>b", "max_tokens": 30}
         found = (await ask(client, "/v1/chat/completions", **body))["choices"][0]
         assert found["message"]["content"] == "a<think>b"
+        # Tokens that are parts of characters have their bytes.
+        body |= {"regex": "é中", "logprobs": True}
+        found = (await ask(client, "/v1/chat/completions", **body))["choices"][0]
+        entries = found["logprobs"]["content"]
+        assert bytes(byte for entry in entries for byte in entry["bytes"]) == "é中".encode()
         plain = await ask(client, **GREEDY)
         beside = await asyncio.gather(
             ask(client, **GREEDY),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -244,13 +245,33 @@ class Reply:
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         def one(token: int, value: float) -> dict[str, Any]:
             text = self._text(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            return {"token": text, "logprob": value, "bytes": self._bytes(token, text)}
 
         top = [one(token, value) for token, value in entry.top]
         return {**one(entry.token, entry.logprob), "top_logprobs": top}
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
+
+    def _bytes(self, token: int, text: str) -> list[int]:
+        """Return the bytes of a token, which may be a part of a character."""
+        if "\ufffd" in text and hasattr(self.tokenizer, "convert_ids_to_tokens"):
+            name = str(self.tokenizer.convert_ids_to_tokens(token))
+            if re.fullmatch("<0x[0-9A-F]{2}>", name):
+                return [int(name[3:5], 16)]
+            if all(letter in _BYTES for letter in name):
+                return [_BYTES[letter] for letter in name]
+        return list(text.encode())
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters that byte-level tokenizers have for bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)}.difference(plain))
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 
 
 def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
