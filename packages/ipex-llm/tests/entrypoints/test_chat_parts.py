@@ -29,6 +29,9 @@ ADD = ("add", {"a": 1, "b": "x}"})
 STOP = ("stop", {})
 JSON_ADD = '{"name": "add", "arguments": {"a": 1, "b": "x}"}}'
 
+TOOLS = {"add": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}
+TOOLS |= {"stop": {}, "a.b": {}}
+
 #: template, prompt, text -> reasoning, content, calls
 CASES = {
     "qwen_text": (QWEN, "", "Hello <b>there</b>", None, "Hello <b>there</b>", []),
@@ -69,6 +72,15 @@ CASES = {
         None,
         None,
         [ADD],
+    ),
+    "coder_text": (
+        CODER,
+        "",
+        "<tool_call><function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2.0\n</parameter>\n"
+        "<parameter=c>true</parameter></function></tool_call>",
+        None,
+        None,
+        [("add", {"a": 1, "b": "2.0", "c": True})],
     ),
     "qwen_text_behind": (
         QWEN,
@@ -163,7 +175,7 @@ CASES = {
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_parts_of_an_answer(name, size):
     template, prompt, text, reasoning, content, calls = CASES[name]
-    parser = Parser(family_of(template), ["add", "stop", "a.b"], prompt)
+    parser = Parser(family_of(template), TOOLS, prompt)
     deltas = []
     for at in range(0, len(text), size):
         deltas += parser.feed(text[at : at + size])
@@ -180,7 +192,7 @@ def test_parts_of_an_answer(name, size):
 
 
 def test_text_is_handed_on_as_it_comes():
-    parser = Parser(family_of(QWEN), ["add"])
+    parser = Parser(family_of(QWEN), TOOLS)
     assert parser.feed("Hello") == [{"content": "Hello"}]
     assert parser.feed(" <thi") == [{"content": " "}]
     assert parser.feed("s") == [{"content": "<this"}]

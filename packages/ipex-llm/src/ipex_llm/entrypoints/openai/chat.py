@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["Family", "Parser", "family_of", "forced_parser"]
@@ -24,14 +25,14 @@ class Family:
         name: Of the family.
         reasoning: Marks around the reasoning, or None.
         calls: Marks around calls, or None; an empty second one: up to the end.
-        parse: Returns the calls between the marks.
+        parse: Returns the calls between the marks, of these tools.
         bare: A text that begins with ``{`` and is a call has no marks.
     """
 
     name: str
     reasoning: tuple[str, str] | None = None
     calls: tuple[str, str] | None = None
-    parse: Callable[[str], list[Call]] | None = None
+    parse: Callable[[str, Mapping[str, Any]], list[Call]] | None = None
     bare: bool = False
 
     @property
@@ -53,7 +54,7 @@ def _call(value: Any, arguments: Sequence[str] = ("arguments", "parameters")) ->
     return value["name"], text
 
 
-def _objects(text: str) -> list[Call]:
+def _objects(text: str, tools: Mapping[str, Any]) -> list[Call]:
     """Return calls that are JSON objects, one after the other or in a list."""
     decoder = json.JSONDecoder()
     found: list[Call] = []
@@ -66,11 +67,11 @@ def _objects(text: str) -> list[Call]:
         found += map(_call, value if isinstance(value, list) else [value])
 
 
-def _mistral(text: str) -> list[Call]:
+def _mistral(text: str, tools: Mapping[str, Any]) -> list[Call]:
     """Return calls as a list, or as ``name[ARGS]{...}`` and ``name{...}``."""
     text = text.strip()
     if text.startswith(("[", "{")):
-        return _objects(text)
+        return _objects(text, tools)
     found = []
     for part in text.split("[TOOL_CALLS]"):
         name, brace, rest = part.partition("{")
@@ -81,7 +82,7 @@ def _mistral(text: str) -> list[Call]:
     return found
 
 
-def _deepseek(text: str) -> list[Call]:
+def _deepseek(text: str, tools: Mapping[str, Any]) -> list[Call]:
     """Return calls of DeepSeek V3 and R1 (``function<sep>name```json ...```) and V3.1 (``name<sep>{...}``)."""
     found = []
     for part in text.split("<｜tool▁call▁begin｜>")[1:]:
@@ -97,20 +98,23 @@ def _deepseek(text: str) -> list[Call]:
     return found
 
 
-def _qwen_coder(text: str) -> list[Call]:
-    """Return a call in the tags of Qwen3-Coder; values that are JSON are taken as such."""
+def _qwen_coder(text: str, tools: Mapping[str, Any]) -> list[Call]:
+    """Return a call in the tags of Qwen3-Coder; values that are JSON are taken as such, unless they must be strings."""
     match = re.search(r"<function=([^>\n]+)>(.*)", text, re.DOTALL)
     if match is None:
-        return _objects(text)
+        return _objects(text, tools)
+    name = match[1].strip()
+    rules = (tools.get(name) or {}).get("properties")
     values: dict[str, Any] = {}
     for part in match[2].split("<parameter=")[1:]:
         key, _, rest = part.partition(">")
         value = rest.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
-        try:
-            values[key] = json.loads(value)
-        except ValueError:
-            values[key] = value
-    return [(match[1].strip(), json.dumps(values, ensure_ascii=False))]
+        rule = rules.get(key) if isinstance(rules, dict) else None
+        values[key] = value
+        if not (isinstance(rule, dict) and rule.get("type") == "string"):
+            with contextlib.suppress(ValueError):
+                values[key] = json.loads(value)
+    return [(name, json.dumps(values, ensure_ascii=False))]
 
 
 _THINK = ("<think>", "</think>")
@@ -141,13 +145,15 @@ class Parser:
 
     Args:
         family: How the model writes.
-        tools: Names of the tools that may be called; without any, calls stay text.
+        tools: Parameters of the tools that may be called, by name; without any, calls stay text.
         prompt: The end of the prompt, which may have opened the reasoning.
     """
 
-    def __init__(self, family: Family, tools: Sequence[str] = (), prompt: str = "") -> None:
+    def __init__(
+        self, family: Family, tools: Mapping[str, Any] | None = None, prompt: str = ""
+    ) -> None:
         self._family = family
-        self._tools = frozenset(tools)
+        self._tools = tools or {}
         self._buffer = ""
         self._state = "text"
         self._begun = False  # there was text since the last call, so that a brace begins no call
@@ -278,7 +284,7 @@ class Parser:
                 json.loads(body)
                 calls = [(self._name, body)]
             else:
-                calls = self._family.parse(body)
+                calls = self._family.parse(body, self._tools)
             if not calls or any(name not in self._tools for name, _ in calls):
                 raise ValueError(f"calls must be of the tools, got {calls!r}"[:200])
         except (ValueError, RecursionError):

@@ -431,11 +431,11 @@ class ChatRequest(_Common):
         return short(value, MAX_TOOLS, "arguments")
 
     @property
-    def tool_names(self) -> list[str]:
-        """Names of the tools that may be called."""
+    def allowed_tools(self) -> dict[str, dict[str, Any]]:
+        """Parameters of the tools that may be called, by name."""
         if self.tool_choice == "none":
-            return []
-        return [tool.function.name for tool in self.tools or ()]
+            return {}
+        return {tool.function.name: tool.function.parameters for tool in self.tools or ()}
 
     @property
     def forced(self) -> bool:
@@ -457,7 +457,7 @@ class ChatRequest(_Common):
         if not self.tools:
             raise ValueError("tool_choice must have tools to choose from, got none")
         name = self.forced_name
-        if name is not None and name not in self.tool_names:
+        if name is not None and name not in self.allowed_tools:
             raise ValueError(f"tool_choice must be one of the tools, got {name[:64]!r}")
         functions = [tool.function for tool in self.tools]
         wanted = schema_wanted(forced_schema(functions, name, self.parallel_tool_calls), "tools")

@@ -411,7 +411,7 @@ class _Api:
         if body.forced:
             return forced_parser(body.forced_name)
         family = self.family if wanted is None else Family("plain")
-        return Parser(family, body.tool_names, text)
+        return Parser(family, body.allowed_tools, text)
 
 
 def _speculation(now: EngineStats) -> dict[str, tuple[str, float]]:
