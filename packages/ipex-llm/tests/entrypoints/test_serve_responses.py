@@ -48,6 +48,7 @@ def test_text(parts):  # noqa: F811
             assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
             (item,) = answer["output"]
             assert item["type"] == "message" and item["role"] == "assistant"
+            assert item["status"] == "incomplete"
             assert "".join(part["text"] for part in item["content"]) == text
             assert answer["usage"]["output_tokens"] == 6
             assert answer["usage"]["input_tokens"] == found["usage"]["prompt_tokens"]
@@ -80,6 +81,7 @@ def test_calls_and_what_they_returned(parts):  # noqa: F811
         (call,) = answer["output"]
         assert answer["status"] == "completed"
         assert call["type"] == "function_call" and call["name"] == "add"
+        assert call["status"] == "completed"
         assert json.loads(call["arguments"])["a"] in (1, 2)
         made = events(await client.post(PATH, json={**body, "stream": True}))
         done = next(e for e in made if e["type"] == "response.function_call_arguments.done")

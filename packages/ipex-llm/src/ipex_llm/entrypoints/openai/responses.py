@@ -373,7 +373,7 @@ class Answer:
             found["content_index"] = 0
         return {**found, "logprobs": list(self._logprobs)} if kind == "message" else found
 
-    def close(self) -> Iterator[dict[str, Any]]:
+    def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         """End the item that is open, if there is one."""
         if self._open is None:
             return
@@ -393,7 +393,7 @@ class Answer:
             more = {"name": item["name"], "arguments": self._text}
             yield self.event(f"{name}.done", **where, **more)
             item["arguments"] = self._text
-        item["status"] = "completed"
+        item["status"] = status
         at = len(self._items)
         self._items.append(item)
         self._open = None
@@ -436,9 +436,9 @@ async def events(answer: Answer, job: Any, reply: Any) -> AsyncIterator[dict[str
                 yield made
         if event.finished:
             break
-    for made in answer.close():
-        yield made
     status = "incomplete" if reply.reason(event.reason, parser) == "length" else "completed"
+    for made in answer.close(status):
+        yield made
     yield answer.event(f"response.{status}", response=answer.whole(status, job.usage()))
 
 
