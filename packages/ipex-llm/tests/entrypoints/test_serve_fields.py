@@ -508,10 +508,15 @@ def test_messages_of_tools_reach_the_template(parts):
             ]
             body = {"messages": messages, "tools": TOOLS, "max_tokens": 1}
             body["chat_template_kwargs"] = {"think": False}
-            await ask(client, "/v1/chat/completions", **body)
+            found = await ask(client, "/v1/chat/completions", **body)
             await ask(client, "/v1/chat/completions", **body, tool_choice="none")
         finally:
             del tokenizer.apply_chat_template
+        del body["max_tokens"]
+        tokens = await ask(client, "/tokenize", **body)
+        assert tokens["count"] == found["usage"]["prompt_tokens"]
+        error = (await ask(client, "/tokenize", 400, **{**body, "tools": [1]}))["error"]
+        assert error["param"] == "tools.0"
         (messages, options), (_, without) = seen
         assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
         assert messages[2]["tool_call_id"] == "c" and options["think"] is False

@@ -23,6 +23,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     Flag,
     Integer,
     Messages,
+    chat_of,
     check_prompts,
     field_of,
     prompts_of,
@@ -150,6 +151,8 @@ class Tokenize(Fields):
     add_special_tokens: Flag = True
     add_generation_prompt: Flag = True
     return_token_strs: Flag = False
+    tools: Any = None
+    chat_template_kwargs: Any = None
 
     @model_validator(mode="after")
     def _one(self) -> Any:
@@ -166,7 +169,9 @@ class Tokenize(Fields):
             else:
                 messages = [message.plain() for message in self.messages]
                 prompts.check(messages, True)
-                options = {"add_generation_prompt": self.add_generation_prompt}
+                names = ("messages", "tools", "chat_template_kwargs")
+                chat = chat_of({name: getattr(self, name) for name in names}, {})
+                options = {"add_generation_prompt": self.add_generation_prompt, **chat.template()}
                 _, tokens = prompts.encode(messages, True, **options)
         except ValueError as error:
             raise ApiError(400, str(error), param=field_of(error)) from None
