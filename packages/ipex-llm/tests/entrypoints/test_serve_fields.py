@@ -177,6 +177,10 @@ def test_biases_stops_and_special_tokens(parts):
             assert choice["text"] == expected and choice["finish_reason"] == "stop"
             chunks = events(await client.post("/v1/completions", json={**body, "stream": True}))
             assert text_of(chunks) == expected
+        body = {**GREEDY, "stop": [stop, plain[0]], "ignore_eos": True}
+        assert (await ask(client, **body, min_tokens=6))["choices"][0]["text"] == plain
+        late = (await ask(client, **body, min_tokens=1))["choices"][0]["text"]
+        assert late and plain.startswith(late)
         end = await ask(client, **GREEDY, logit_bias={"3": 100})  # <|system|>
         assert end["choices"][0]["text"] == ""
         shown = await ask(client, **GREEDY, logit_bias={"3": 100}, skip_special_tokens=False)

@@ -690,7 +690,8 @@ class Engine:
             if ends:
                 text = request.stream.finish()
             else:
-                text = request.stream.add(token, last=reason is not None)
+                early = request.new_tokens <= request.params.min_new_tokens
+                text = request.stream.add(token, reason is not None, early)
             if request.stream.stopped:
                 reason = "stop"
         if reason is not None:

@@ -85,7 +85,7 @@ class SamplingParams:
 
     Args:
         max_new_tokens: Most tokens to generate; fewer where the context of the model ends.
-        min_new_tokens: Tokens before which neither end nor stop tokens can be chosen.
+        min_new_tokens: Tokens before which neither end nor stop tokens can be chosen, and no stop string is looked for.
         temperature: 0 for the most likely token, otherwise between 1e-6 and 1e6.
         top_k: Only the most likely tokens, 0 for all.
         top_p: Only the most likely tokens that have this probability together, 1 for all.

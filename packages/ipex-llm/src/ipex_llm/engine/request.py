@@ -63,12 +63,13 @@ class TextStream:
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False
 
-    def add(self, token: int, last: bool = False) -> str:
+    def add(self, token: int, last: bool = False, early: bool = False) -> str:
         """Add a token and return the text that is certain by now.
 
         Args:
             token: The token.
             last: Nothing comes after: give out what was held back.
+            early: No stop string ends the stream here.
         """
         if self.stopped:
             return ""
@@ -84,7 +85,7 @@ class TextStream:
         else:
             self._start = self._done
             self._done += 1
-        return self._search(piece, last) if self._stop else piece
+        return self._search(piece, last) if self._stop and not early else piece
 
     def finish(self) -> str:
         """Return what was held back, when nothing comes any more."""
