@@ -689,9 +689,11 @@ def _validated(kind: type[Body], found: Any, names: Mapping[str, str]) -> Body:
     try:
         made = kind.model_validate(found)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = _place(first["loc"], names)
-        text = f"{place}: {first['msg']}"[:300]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # Of a union each kind has an error: the one that came deepest tells most.
+        deepest = max(errors, key=lambda one: len(one["loc"]))
+        place = _place(deepest["loc"], names)
+        text = f"{place}: {deepest['msg']}"[:300]
         raise ApiError(400, text, param=place) from None
     refused = made.refused(found) if isinstance(made, _Common) else None
     if refused is not None:
