@@ -335,9 +335,8 @@ class _Api:
                 params = [one.replace(skip_special_tokens=False) for one in params]
 
         def changes(length: int) -> dict[str, Any]:
-            found: dict[str, Any] = {}
-            if wanted is not None:
-                found["grammar"] = self.grammars.make(wanted)
+            found: dict[str, Any]
+            found = {} if wanted is None else {"grammar": self.grammars.make(wanted)}
             if isinstance(body, ChatRequest) and not (
                 body.max_tokens or body.max_completion_tokens
             ):

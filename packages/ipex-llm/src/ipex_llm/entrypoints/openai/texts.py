@@ -264,14 +264,10 @@ class Reply:
         return list(text.encode())
 
 
-def _byte_letters() -> dict[str, int]:
-    """Return the letters that byte-level tokenizers have for bytes."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = sorted({*range(256)}.difference(plain))
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_BYTES = _byte_letters()
+#: Bytes by the letters that byte-level tokenizers have for them.
+_PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_BYTES = {chr(b): b for b in _PLAIN}
+_BYTES |= {chr(256 + n): b for n, b in enumerate(sorted({*range(256)} - _PLAIN))}
 
 
 def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
