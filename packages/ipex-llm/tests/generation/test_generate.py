@@ -183,6 +183,19 @@ def test_streamer_and_stopping_criteria():
     assert streamer.tokens == out[0].tolist() and streamer.ended
 
 
+def test_criteria_and_processors_of_the_caller():
+    """A text that a criterion ends goes on where no end token is looked for; temperatures count in scores."""
+    model, fast = pair()
+    ids = tokens(3, 7)
+    options = {"max_new_tokens": 12, "do_sample": False, "output_scores": True}
+    options |= {"logits_processor": [transformers.TemperatureLogitsWarper(0.5)]}
+    options |= {"stopping_criteria": [lambda ids, scores, **_: ids[:, -1] % 3 == 0]}
+    options |= {"return_dict_in_generate": True}
+    want, got = (m.generate(ids, **options) for m in (model, fast))
+    assert torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(got.scores[0], want.scores[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma4", "mpt", "bloom"])
 def test_gaps_in_the_mask(name):
     """Sliding windows and the ALiBi of MPT count the places that are hidden between tokens."""

@@ -143,14 +143,7 @@ def choose(config: Any, processors: Any) -> Choice:
     """Split processors into those that are called and those that ``sample_token`` does."""
     rest = list(processors)
     choice = Choice(bool(config.do_sample))
-    if not choice.sample:
-        # Limits do not change which token is the most likely.
-        names = {name for name, _ in _WARPERS}
-        while rest and type(rest[-1]).__name__ in names:
-            rest.pop()
-        choice.processors = rest
-        return choice
-    for name, option in reversed(_WARPERS):
+    for name, option in reversed(_WARPERS) if choice.sample else ():
         if not rest or type(rest[-1]).__name__ != name:
             continue
         value = _value(rest[-1], option)
@@ -202,7 +195,7 @@ class Stop:
 
 
 class _Ended:
-    """Which sequences have ended; they go on with padding until all have.
+    """Which sequences have ended; they go on until all have, with padding where end tokens are looked for.
 
     Args:
         stop: When they end.
@@ -213,11 +206,12 @@ class _Ended:
     def __init__(self, stop: Stop, batch: int, pad: int) -> None:
         self.stop, self.pad = stop, pad
         self.tokens = set(stop.ends)
+        self.pads = bool(stop.ends) or any(hasattr(one, "eos_token_id") for one in stop.called)
         self.rows = [False] * batch
 
     def take(self, tokens: Tensor) -> Tensor:
         """Return the next tokens, padding where a sequence has ended, and see which of them end one."""
-        if not self.tokens and not self.stop.called:
+        if not self.pads:
             return tokens
         found = tokens.tolist()
         if any(self.rows):
