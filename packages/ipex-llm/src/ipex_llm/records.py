@@ -7,6 +7,7 @@ Objects are models, decoders, layers, caches of transformers, and tensors that p
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 from ipex_core.module_swap.state_dict import keep
@@ -52,6 +53,19 @@ def record_of(value: Any) -> Record:
     """Return the record of an object, an empty one if it has none. It must not be changed: see `update`."""
     record: Record = getattr(value, "__dict__", _NOTHING).get(KEY, _EMPTY)
     return record
+
+
+def hooks_of(module: Any) -> list[Any]:
+    """Return the hooks around a module's forward, but for idle ones.
+
+    A call for attentions leaves hooks of transformers on modules, which do nothing in calls that ask for none.
+    """
+    every = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    capturing: Any = every and sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None or collector.get():
+        return every
+    return [one for one in every if getattr(one, "__module__", "") != capturing.__name__]
 
 
 def is_sharded(model: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import OLD, build, tokens
+from torch import nn
 from transformers.cache_utils import DynamicCache
 
 import ipex_core
@@ -364,14 +365,54 @@ def test_windows_that_leave_rows_behind(runs: list[int]) -> None:
     assert len(runs) == 41 * len(layers_of(model))
 
 
-def test_hooks_added_later_are_called() -> None:
-    fast = optimize(build("llama"), depth=2)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_hooks_added_later_are_called(depth: int, runs: list[int]) -> None:
+    fast = optimize(build("llama"), depth=depth)
+    if not OLD:  # which leaves hooks of transformers
+        fast(tokens(1, 4), output_attentions=True)
     seen = []
     handle = layers_of(fast)[0].mlp.register_forward_hook(lambda *a: seen.append(1))
+    runs.clear()
     want = fast(tokens(1, 4)).logits
-    assert seen == [1]
+    fast.generate(tokens(1, 4), max_new_tokens=1, do_sample=False)
+    assert seen == [1, 1]
     handle.remove()
+    runs.clear()
     close(fast(tokens(1, 4)).logits, want)
+    assert seen == [1, 1]
+    assert runs
+
+
+def other_mlp(model: Any) -> None:
+    layers_of(model)[0].mlp = nn.Sequential(layers_of(model)[0].mlp, nn.Tanh())
+
+
+def fewer_layers(model: Any) -> None:
+    del layers_of(model)[1]
+
+
+def other_head(model: Any) -> None:
+    model.set_output_embeddings(build("llama_bias").lm_head)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("change", [other_mlp, fewer_layers, other_head])
+def test_modules_exchanged_later_are_called(change: Any, depth: int) -> None:
+    """As adapters are."""
+    pair = [build("llama"), optimize(build("llama"), depth=depth)]
+    for model in pair:
+        change(model)
+    close(pair[1](tokens(2, 6)).logits, pair[0](tokens(2, 6)).logits)
+    got, want = (m.generate(tokens(2, 6), max_new_tokens=4, do_sample=False) for m in pair)
+    assert torch.equal(got, want)
+
+
+def test_hooks_there_before_are_called_by_the_whole() -> None:
+    model, seen = build("llama"), []
+    layers_of(model)[0].register_forward_hook(lambda *a: seen.append(1))
+    fast = optimize(model, inplace=True)
+    seen.clear()
+    fast(tokens(1, 4))
     assert seen == [1]
 
 

@@ -28,6 +28,7 @@ from ipex_llm.model_runner.dense import (
     DeviceStore,
     Owners,
     PlannedWeight,
+    Surroundings,
     UnsupportedPlan,
     WeightStore,
     call_linear,
@@ -126,6 +127,7 @@ class Runner:
             if key not in ropes:
                 ropes[key] = Rope(plans[key], plan.max_positions, self.device)
         self._ropes = [ropes[key] for key in self.emitter.ropes]
+        self.surroundings = Surroundings(plan.decoder)
         self._lock = threading.Lock()
 
     def _program(

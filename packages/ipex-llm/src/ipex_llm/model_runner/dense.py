@@ -36,7 +36,7 @@ from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm.arch import DecoderPlan, LinearPlan
 from ipex_llm.arch.seeded import seeded
 from ipex_llm.model_runner import woq as _woq
-from ipex_llm.records import recorded
+from ipex_llm.records import hooks_of, recorded
 from ipex_quant.weight_only.linear import WoqLinearModule
 
 Tensor = torch.Tensor
@@ -83,6 +83,31 @@ def call_linear(linear: Linear, x: Tensor) -> Tensor:
     op = getattr(torch.ops.ipex, linear.op)
     result: Tensor = op(x, linear.weight, linear.features, linear.bias, **linear.options)
     return result
+
+
+class Surroundings:
+    """The parts of a module and what is done around their forwards, to notice when that changes.
+
+    Args:
+        module: Its forward is replaced by programs.
+        itself: Whether programs also replace the call of the module.
+    """
+
+    def __init__(self, module: nn.Module, itself: bool = False) -> None:
+        inner = list(module.modules())
+        self._children = module._modules
+        self._parts = inner if itself else inner[1:]
+        self._known = self._now()
+
+    def _now(self) -> list[Any]:
+        now: list[Any] = list(self._children.values())
+        for one in self._parts:
+            now += (*one._modules.values(), *hooks_of(one), one.__dict__.get("forward"))
+        return now
+
+    def changed(self) -> bool:
+        """Return whether a part was exchanged, or hooks were added or removed."""
+        return self._now() != self._known
 
 
 class WeightStore:

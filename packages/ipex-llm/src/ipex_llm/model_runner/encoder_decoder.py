@@ -24,6 +24,7 @@ from ipex_llm.model_runner.dense import (
     Linear,
     Owners,
     PlannedWeight,
+    Surroundings,
     UnsupportedPlan,
     WeightStore,
 )
@@ -78,6 +79,7 @@ class PairRunner:
             self.head = self.store.linear(plan.head)
             self._program(masked=False, alone=True)  # what cannot be written raises here
             self._cross = self._write_cross()
+            self.surroundings = Surroundings(plan.decoder, itself=True)
         except BaseException:
             self.store.undo()
             raise

@@ -28,7 +28,7 @@ from ipex_llm.distributed import parallel_plan
 from ipex_llm.model_runner import Rope, Runner
 from ipex_llm.model_runner.dense import Owners, UnsupportedPlan
 from ipex_llm.patch.decoder import DecoderMixin, Patch, patch_of
-from ipex_llm.patch.layer import LayerMixin, hooks_of
+from ipex_llm.patch.layer import LayerMixin
 from ipex_llm.records import is_sharded, record_of, update
 from ipex_quant.kv_cache import KVCacheScales
 
@@ -48,10 +48,12 @@ __all__ = [
 
 def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
     """Return the plan of a model, or the reason why there is no plan."""
-    from ipex_llm.arch.detect import MatchError, match
+    from ipex_llm.arch.detect import MatchError, check_hooks, match
 
     try:
         plan = match(model)
+        if not is_sharded(model):
+            check_hooks(plan.decoder)
         return (parallel_plan(model, plan) if is_sharded(model) else plan), None
     except MatchError as error:
         return None, str(error)
@@ -196,8 +198,7 @@ def _attach_layer(
         runner = Runner(layer_alone(layer), dtype, shared, ropes)
     except UnsupportedPlan as reason:
         return str(reason)
-    hooks = tuple((m, hooks_of(m)) for m in module.modules() if m is not module)
-    patch = Patch(top, reattach_layer, layer=facts, hooks=hooks)
+    patch = Patch(top, reattach_layer, layer=facts)
     update_core(module, undo=_undo)
     update(module, runner=runner, patch=patch)
     if isinstance(module.__dict__.get("forward"), FusedForward):

@@ -42,7 +42,6 @@ class Patch:
         stock_calls: Kinds of calls that the stock forward answers.
         names: Of a decoder: the names of the arguments of its forward.
         layer: Of a layer that runs alone, what its forward must know.
-        hooks: Modules inside a layer, with what is done around their forwards.
     """
 
     top: nn.Module
@@ -52,7 +51,6 @@ class Patch:
     stock_calls: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     layer: Facts | None = None
-    hooks: tuple[tuple[nn.Module, tuple[int, int, int]], ...] = ()
 
     def reads_places(self, runner: Runner) -> bool:
         """Return whether the forward of a decoder takes a mask or positions; without, padding counts (xLSTM)."""
@@ -80,6 +78,9 @@ _silent: contextvars.ContextVar[bool] = contextvars.ContextVar("_silent", defaul
 #: Of `DecoderPlan.stock_calls`: without ``position_ids`` the model begins at position 0 in each call, with a cache too
 #: (Bamba). Programs do so as well.
 RESTARTS = "positions restart"
+
+#: Why no program runs where `Surroundings` have changed.
+CHANGED = "a module in it has other hooks, or was exchanged"
 
 #: Arguments that say nothing about what is computed here.
 _IGNORED = frozenset(
@@ -498,6 +499,8 @@ def usable_runner(module: Any) -> Any:
     if runner is None:
         runner = _revive(module)
     check_inference(module)
+    if runner.surroundings.changed():
+        raise Reason(CHANGED)
     if not runner.fresh():
         runner = _revive(module)
     return runner

@@ -16,7 +16,7 @@ from torch import nn
 
 from ipex_core.module_swap.base import as_original, original_class, swap
 from ipex_core.module_swap.state_dict import update as update_core
-from ipex_llm.arch.detect import MatchError, parameter_names
+from ipex_llm.arch.detect import MatchError, check_hooks, parameter_names
 from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.kv_cache.encoder_decoder import adopt, give_back, state_of
 from ipex_llm.model_runner.dense import UnsupportedPlan
@@ -44,7 +44,9 @@ def find_pair(model: nn.Module) -> tuple[PairPlan | None, str | None]:
     from ipex_llm.arch.detect.encoder_decoder import match_pair
 
     try:
-        return match_pair(model), None
+        plan = match_pair(model)
+        check_hooks(plan.decoder)
+        return plan, None
     except MatchError as error:
         return None, str(error)
 

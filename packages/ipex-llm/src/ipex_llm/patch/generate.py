@@ -20,7 +20,7 @@ from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, is_filled, state_of_cache
 from ipex_llm.model_runner import Runner
 from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
-from ipex_llm.records import KEY, record_of, without
+from ipex_llm.records import KEY, hooks_of, record_of, without
 
 #: What `generate` may hand to the loop. Anything else is meant for a forward that we do not know.
 _KNOWN = frozenset(
@@ -173,8 +173,13 @@ def start(
     attached = model.__dict__[KEY].runner
     decoder = model.get_decoder() if attached is None else attached.plan.decoder
     runner = usable_runner(decoder)
-    if runner.plan.head is None:
+    head = runner.plan.head
+    if head is None:
         raise Reason("the model has no head")
+    if hooks_of(model) or hooks_of(decoder):
+        raise Reason("the model has hooks")
+    if model.get_output_embeddings() not in (None, *head.modules):
+        raise Reason("the head was exchanged")
     if synced_gpus:
         raise Reason("synced_gpus")
     if runner.device.type != "cpu":

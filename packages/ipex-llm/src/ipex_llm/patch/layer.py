@@ -18,8 +18,16 @@ from torch import nn
 from ipex_llm.arch.detect import Facts
 from ipex_llm.kv_cache import LayerShape, Step
 from ipex_llm.model_runner import Runner
-from ipex_llm.patch.decoder import Patch, Reason, check_inference, given_cache, patch_of, tell
-from ipex_llm.records import KEY, record_of, recorded, without
+from ipex_llm.patch.decoder import (
+    CHANGED,
+    Patch,
+    Reason,
+    check_inference,
+    given_cache,
+    patch_of,
+    tell,
+)
+from ipex_llm.records import record_of, recorded, without
 
 Tensor = torch.Tensor
 
@@ -404,10 +412,7 @@ class LayerMixin(nn.Module):
     """Forward through a program; put in front of a decoder layer's class by `subclass`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        content = without(self.__dict__, "runner")  # belongs to this object, as the hooks do
-        if content.get(KEY) is not None and content[KEY].patch is not None:
-            content[KEY].patch = dataclasses.replace(content[KEY].patch, hooks=())
-        return content
+        return without(self.__dict__, "runner")
 
     @property
     def _facts(self) -> Facts:
@@ -436,9 +441,6 @@ class LayerMixin(nn.Module):
         for name in ("output_attentions", "output_router_logits", "return_shared_kv_states"):
             if kwargs.get(name) or _option(facts.config, name):
                 raise Reason(f"argument {name}")
-        for module, known in record_of(self).patch.hooks:
-            if hooks_of(module) != known:
-                raise Reason("a module in it has hooks")
         batch, count = hidden.shape[:2]
         cache = given_cache(kwargs)
         cache = kwargs.get("past_key_value") if cache is None else cache
@@ -488,19 +490,13 @@ def _option(config: Any, name: str) -> bool:
     return (name in vars(config) or hasattr(type(config), name)) and bool(getattr(config, name))
 
 
-def hooks_of(module: nn.Module) -> tuple[int, int, int]:
-    """Return what is done around the forward of a module's class, to notice when that changes."""
-    found = module.__dict__
-    own = found.get("forward")
-    hooks, before = found["_forward_hooks"], found["_forward_pre_hooks"]
-    return len(hooks), len(before), 0 if own is None else id(own)
-
-
 def _usable(layer: Any) -> Runner:
     check_inference(layer)
     if torch.is_autocast_enabled("cpu"):
         raise Reason("autocast is on")
     runner = record_of(layer).runner
+    if isinstance(runner, Runner) and runner.surroundings.changed():
+        raise Reason(CHANGED)
     if not isinstance(runner, Runner) or not runner.fresh():
         patch = patch_of(layer)
         runner = None if patch is None else patch.rebuild(layer)

@@ -24,6 +24,7 @@ from ipex_llm.arch.detect.decoder import MatchedLayer, match_decoder, match_laye
 from ipex_llm.arch.detect.decoder import match_each as _match_each
 from ipex_llm.arch.detect.parts import is_mixture, match_experts
 from ipex_llm.arch.detect.trace import Config, MatchError, Trace
+from ipex_llm.records import hooks_of
 from ipex_quant.weight_only.linear import stand_ins
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Found",
     "MatchError",
     "MatchedLayer",
+    "check_hooks",
     "find_mixtures",
     "layer_plans",
     "match",
@@ -216,11 +218,15 @@ def _found(layer: MatchedLayer) -> Found:
     return Found(layer.name, module, plan, Facts(index, names, layer.results == 1, layer.config))
 
 
+def check_hooks(decoder: nn.Module) -> None:
+    """Raise `MatchError` for hooks of the modules in a decoder, which programs do not call."""
+    for name, module in decoder.named_modules():
+        if name and _hooked(module):
+            raise MatchError(name, "has hooks")
+
+
 def _hooked(module: nn.Module) -> bool:
     """Return whether calling a module does more than its class says, and than `ipex_core.optimize` has made of it."""
     own = module.__dict__.get("forward")
-    return bool(
-        module._forward_hooks
-        or any(hook is not cast_input for hook in module._forward_pre_hooks.values())
-        or (own is not None and not isinstance(own, FusedForward))
-    )
+    changes = own is not None and not isinstance(own, FusedForward)
+    return changes or any(hook is not cast_input for hook in hooks_of(module))
