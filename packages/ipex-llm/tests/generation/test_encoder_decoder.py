@@ -346,3 +346,9 @@ def test_training_and_gradients_run_the_stock_forward() -> None:
     with torch.no_grad():
         got, want = (one(**given).loss for one in (model, _stock("t5")))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    model.requires_grad_(False)
+    rows = torch.randn(1, 4, model.config.d_model, requires_grad=True)
+    with torch.enable_grad():
+        ids = torch.tensor([[3, 4]])
+        model(encoder_outputs=(rows,), decoder_input_ids=ids).logits.sum().backward()
+    assert rows.grad is not None

@@ -465,8 +465,13 @@ def test_quantized_layers(runs: list[int]) -> None:
     assert len(runs) == len(layers_of(model)) + 1
 
 
-def test_training_and_gradients_run_the_model_s_own_layers(runs: list[int]) -> None:
-    fast = optimize(build("llama"), depth=2)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_training_and_gradients_run_the_model_s_own_layers(
+    depth: int, frozen: bool, runs: list[int]
+) -> None:
+    """Also where inputs alone need a gradient, as in prompt tuning."""
+    fast = optimize(build("llama").requires_grad_(not frozen), depth=depth)
     with torch.enable_grad():
         embeds = torch.randn(1, 4, fast.config.hidden_size, requires_grad=True)
         fast(inputs_embeds=embeds).logits.sum().backward()

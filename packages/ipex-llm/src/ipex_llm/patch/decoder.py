@@ -198,7 +198,7 @@ class DecoderMixin(nn.Module):
         names = self.__dict__[KEY].patch.names
         kwargs.update(zip(names, args, strict=False))
         try:
-            runner = usable_runner(self)
+            runner = usable_runner(self, *kwargs.values())
             return self._run(runner, kwargs)
         except Reason as reason:
             why = str(reason)
@@ -475,21 +475,26 @@ def check_gaps(runner: Runner, valid: Tensor, count: int) -> None:
         raise Reason(f"the attention mask has gaps, which {counts} count")
 
 
-def check_inference(module: nn.Module) -> None:
+def check_inference(module: nn.Module, *inputs: Any) -> None:
     """Raise if a program may not stand in for the forward of a module now.
+
+    Args:
+        module: The module.
+        inputs: Arguments of its forward.
 
     Raises:
         Reason: Why not.
     """
     if module.training:
         raise Reason("the model is in training mode")
-    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+    every = (*module.parameters(), *inputs) if torch.is_grad_enabled() else ()
+    if any(getattr(one, "requires_grad", False) for one in every):
         raise Reason("gradients are on: call it under torch.no_grad() or torch.inference_mode()")
     if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
         raise Reason("the call is traced")
 
 
-def usable_runner(module: Any) -> Any:
+def usable_runner(module: Any, *inputs: Any) -> Any:
     """Return the runner of a decoder, layer or encoder-decoder if it may run now.
 
     Raises:
@@ -498,7 +503,7 @@ def usable_runner(module: Any) -> Any:
     runner = module.__dict__[KEY].runner
     if runner is None:
         runner = _revive(module)
-    check_inference(module)
+    check_inference(module, *inputs)
     if runner.surroundings.changed():
         raise Reason(CHANGED)
     if not runner.fresh():

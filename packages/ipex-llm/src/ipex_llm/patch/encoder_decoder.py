@@ -63,7 +63,9 @@ class PairMixin(nn.Module):
         assert patch is not None
         kwargs.update(zip(patch.names, args, strict=False))
         try:
-            return _run(self, usable_runner(self), kwargs)
+            given = kwargs.get("encoder_outputs")
+            rows = None if given is None else given[0]
+            return _run(self, usable_runner(self, rows), kwargs)
         except Reason as reason:
             tell(f"{type(self).__name__}: runs its own forward: {reason}")
         give_back(given_cache(kwargs))

@@ -431,9 +431,9 @@ class LayerMixin(nn.Module):
         return super().forward(**kwargs)
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
-        runner = _usable(self)
-        facts = self._facts
         hidden = kwargs.get("hidden_states")
+        runner = _usable(self, hidden)
+        facts = self._facts
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not hidden.numel():
             raise Reason("hidden_states is not [batch, tokens, width]")
         if hidden.dtype != runner.dtype or hidden.device.type != "cpu":
@@ -490,8 +490,8 @@ def _option(config: Any, name: str) -> bool:
     return (name in vars(config) or hasattr(type(config), name)) and bool(getattr(config, name))
 
 
-def _usable(layer: Any) -> Runner:
-    check_inference(layer)
+def _usable(layer: Any, hidden: Any) -> Runner:
+    check_inference(layer, hidden)
     if torch.is_autocast_enabled("cpu"):
         raise Reason("autocast is on")
     runner = record_of(layer).runner
