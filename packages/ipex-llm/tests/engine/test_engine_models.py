@@ -193,3 +193,21 @@ def test_frequencies_that_change_with_the_length(options):
     want = greedy_without_cache if OLD else greedy
     for (prompt, count), output in zip(asked, found, strict=True):
         assert output.tokens == want(stock, prompt, count)
+
+
+def test_a_model_that_was_changed_or_copied():
+    model, other = FAMILIES["llama"](), FAMILIES["llama"]()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.25)
+        want = other.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False)
+    fast = ipex_llm.optimize(model, inplace=True)
+    fast.load_state_dict(other.state_dict())
+    for one in (fast, copy.deepcopy(fast)):
+        found = Engine(one, num_blocks=8, max_model_len=64).generate(
+            [[5, 6, 7]], SamplingParams(max_new_tokens=6)
+        )
+        assert list(found[0].tokens) == want[0, 3:].tolist()
+    fast.model.layers[0].mlp = torch.nn.Identity()
+    with pytest.raises(TypeError, match="got LlamaForCausalLM: a module in it has other hooks, or"):
+        Engine(fast)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ipex_llm.kv_cache import CacheMemoryError, available_memory, format_bytes
+from ipex_llm.patch.decoder import Reason, decoder_of, usable_runner
 from ipex_llm.records import record_of
 
 #: Share of the free memory that the cache takes if nothing else is said.
@@ -136,17 +137,24 @@ _RUNNER = ("forward", "new_cache", "cache_bytes", "plan", "vocab_size")
 
 
 def runner_of(model: Any, where: str = "Engine") -> Any:
-    """Return the runner of an optimized model, or the runner itself.
+    """Return the runner of an optimized model with the weights it has now, or the runner itself.
 
     Raises:
         TypeError: The model has none.
     """
-    found = record_of(model).runner
-    found = model if found is None else found
+    known, why = record_of(model), ""
+    found = model if known.runner is None else known.runner
+    decoder = None if known.patch is None else decoder_of(model)
+    if record_of(decoder).patch is not None:
+        try:
+            with torch.no_grad():
+                found = usable_runner(decoder)
+        except Reason as reason:
+            found, why = None, f": {reason}"
     if not all(hasattr(found, name) for name in _RUNNER):
         raise TypeError(
             f"{where}: model must be one that ipex.llm.optimize runs as a whole (see ipex.explain(model)), got"
-            f" {type(model).__name__}"
+            f" {type(model).__name__}{why}"
         )
     return found
 

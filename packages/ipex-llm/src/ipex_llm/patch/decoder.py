@@ -494,6 +494,12 @@ def check_inference(module: nn.Module, *inputs: Any) -> None:
         raise Reason("the call is traced")
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the decoder of a patched model."""
+    runner = model.__dict__[KEY].runner
+    return model.get_decoder() if runner is None else runner.plan.decoder
+
+
 def usable_runner(module: Any, *inputs: Any) -> Any:
     """Return the runner of a decoder, layer or encoder-decoder if it may run now.
 

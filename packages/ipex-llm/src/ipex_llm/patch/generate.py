@@ -19,7 +19,15 @@ from ipex_llm.generation._beam import BeamLoop
 from ipex_llm.generation._loop import Loop, choose
 from ipex_llm.kv_cache.transformers import BLOCK, adopt, is_filled, state_of_cache
 from ipex_llm.model_runner import Runner
-from ipex_llm.patch.decoder import Reason, check_gaps, given_cache, kv_dtype, tell, usable_runner
+from ipex_llm.patch.decoder import (
+    Reason,
+    check_gaps,
+    decoder_of,
+    given_cache,
+    kv_dtype,
+    tell,
+    usable_runner,
+)
 from ipex_llm.records import KEY, hooks_of, record_of, without
 
 #: What `generate` may hand to the loop. Anything else is meant for a forward that we do not know.
@@ -170,8 +178,7 @@ def start(
     Raises:
         Reason: Why it cannot do what is asked for.
     """
-    attached = model.__dict__[KEY].runner
-    decoder = model.get_decoder() if attached is None else attached.plan.decoder
+    decoder = decoder_of(model)
     runner = usable_runner(decoder)
     head = runner.plan.head
     if head is None:
