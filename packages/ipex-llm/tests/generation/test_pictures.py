@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import OLD, VOCAB, build, tokens
+import transformers
+from families import OLD, VOCAB, build, randomize, tokens
 from plain_weights import with_plain_weights
 
 import ipex_llm
 import ipex_quant as q
 from ipex_llm.kv_cache.transformers import state_of_cache
 from ipex_llm.model_runner import Runner
+from ipex_llm.optimization.proof.small import small_model
 
 pytestmark = [
     pytest.mark.usefixtures("no_gradients"),
@@ -165,3 +167,16 @@ def test_a_later_picture_stands_behind_the_first(first: bool) -> None:
             logits.append(model(ids[:, start:end], cache=result.cache, **given).logits)
         found.append(torch.cat(logits, 1))
     close(found[1], found[0])
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "Kimi_K25ForConditionalGeneration"), reason="a newer transformers"
+)
+def test_places_for_pictures_without_one() -> None:
+    """The model has another embedding for them than its table."""
+    kind: Any = transformers.Kimi_K25ForConditionalGeneration
+    model = randomize(small_model(kind, transformers.Kimi_K25Config()))
+    ids = torch.tensor([[5, 6, model.config.image_token_id, 7]])
+    fast = ipex_llm.optimize(copy.deepcopy(model))
+    got, want = (m.generate(ids, max_new_tokens=4, do_sample=False) for m in (fast, model))
+    assert torch.equal(got, want)

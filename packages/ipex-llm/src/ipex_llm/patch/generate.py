@@ -48,6 +48,12 @@ _KNOWN = frozenset(
 )
 
 
+#: In configurations: tokens that stand for pictures or sound.
+_PLACES = frozenset(
+    f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")
+)
+
+
 class GenerationMixin(nn.Module):
     """Loops; put in front of a model's class by `subclass`."""
 
@@ -197,6 +203,11 @@ def start(
     mask = model_kwargs.get("attention_mask")
     mask = mask if decoder.__dict__[KEY].patch.reads_places(runner) else None
     _check_prompt(runner, input_ids, mask)
+    places = [v for k, v in vars(model.config).items() if k in _PLACES and isinstance(v, int)]
+    if bool(torch.isin(input_ids, torch.tensor(places, dtype=torch.int64)).any()):
+        raise Reason(
+            "the prompt has places for pictures or sound, which the model embeds in its own way"
+        )
     if "padding" in runner.plan.stock_calls and mask is not None and not bool(mask.all()):
         raise Reason("not proven: padding")
     _check_length(runner, config)
