@@ -17,7 +17,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 from ipex_core import load_precompiled, precompile
-from ipex_core.errors import MissingComponentError
+from ipex_core.errors import ExportError, MissingComponentError
 from ipex_core.precompiled import files
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -229,3 +229,28 @@ def test_without_safetensors_the_error_tells_what_to_install(
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingComponentError, match="pip install safetensors"):
         load_precompiled(path)
+
+
+class Checked(nn.Module):
+    """Checks values, as models of transformers do under torch.export."""
+
+    def __init__(self, negated: bool) -> None:
+        super().__init__()
+        self.negated = negated
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.negated:
+            torch._check(torch.sym_not((x <= 0).any().item()))
+        else:
+            torch._check_tensor_all(x > 0)
+        return x * 2
+
+
+def test_checks_of_values_are_kept(tmp_path: Path) -> None:
+    fast = precompile(Checked(negated=False).eval(), torch.ones(3))
+    for one in (fast, load_precompiled(fast.save(tmp_path / "checked.safetensors"))):
+        assert torch.equal(one(torch.ones(3)), torch.full((3,), 2.0))
+        with pytest.raises(RuntimeError, match="the inputs fail a check of the model"):
+            one(torch.tensor([1.0, -1.0, 1.0]))
+    with pytest.raises(ExportError, match="must not depend on values of its tensors"):
+        precompile(Checked(negated=True).eval(), torch.ones(3))

@@ -106,8 +106,8 @@ def capture(
     name = type(model).__name__
     report = GraphReport(f"precompile of {name}", inference=True, frozen=True)
     module = program.graph_module
-    _check(program)
     conditions = _drop_checks(module.graph)
+    _check(program)
     inputs = _lift(program, list(inspect.signature(model.forward).parameters))
     eager_bytes = peak_bytes(module.graph)
     forms = forms_of(module.graph)
@@ -218,15 +218,39 @@ def _module(node: fx.Node) -> str:
 
 
 def _drop_checks(graph: fx.Graph) -> tuple[str, ...]:
-    """Remove the checks of torch.export; return the conditions on sizes among them."""
+    """Remove the checks of torch.export; return the conditions on sizes among them.
+
+    A check that a bool tensor is true becomes the op that checks a tensor.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     conditions = []
+    tensors: dict[Any, Any] = {}  # symbol of a bool that is read -> tensor
+    for node in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+        if isinstance(node.meta["val"], torch.SymBool):
+            tensors.update(dict.fromkeys(node.meta["val"].node.expr.free_symbols, node.args[0]))
     for node in list(graph.nodes):
         if node.op == "call_module" or (
             node.op == "call_function" and getattr(node.target, "_opname", "") in _CHECKS
         ):
             if is_call(node, aten._assert_scalar.default) and isinstance(node.args[0], fx.Node):
                 held = node.args[0].meta["val"].node.expr
-                if held.free_symbols:
+                read = list(free_unbacked_symbols(held))
+                if len(read) == 1 and read[0] in tensors:
+                    no, yes = (str(held.subs(read[0], n)) == "True" for n in (0, 1))
+                    if not yes:
+                        continue  # `_check` refuses the model
+                    if not no:
+                        tensor = tensors[read[0]]
+                        text = (
+                            f"precompile: the inputs fail a check of {_module(tensor) or 'the model'};"
+                            " call the model itself for its message"
+                        )
+                        with graph.inserting_before(node):
+                            graph.call_function(aten._assert_async.msg, (tensor, text))
+                elif read:
+                    continue
+                elif held.free_symbols:
                     conditions.append(str(held))
             graph.erase_node(node)
     graph.eliminate_dead_code()
