@@ -96,13 +96,22 @@ class Surroundings:
     def __init__(self, module: nn.Module, itself: bool = False) -> None:
         inner = list(module.modules())
         self._children = module._modules
-        self._parts = inner if itself else inner[1:]
+        # Their dicts, as this is asked in each step.
+        self._parts = [
+            (one, one.__dict__, one._modules, one._forward_hooks, one._forward_pre_hooks)
+            for one in (inner if itself else inner[1:])
+        ]
         self._known = self._now()
 
     def _now(self) -> list[Any]:
         now: list[Any] = list(self._children.values())
-        for one in self._parts:
-            now += (*one._modules.values(), *hooks_of(one), one.__dict__.get("forward"))
+        for one, own, children, after, before in self._parts:
+            if children:
+                now += children.values()
+            if after or before:
+                now += hooks_of(one)
+            if "forward" in own:
+                now.append(own["forward"])
         return now
 
     def changed(self) -> bool:
