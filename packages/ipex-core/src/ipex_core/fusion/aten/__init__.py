@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -494,7 +495,8 @@ class Context:
         node.meta.update(
             {k: before.meta[k] for k in ("stack_trace", "nn_module_stack") if k in before.meta}
         )
-        with self.fake_mode():
+        # Without Python's decompositions some ops of torch (padding) fix sizes that vary.
+        with enable_python_dispatcher(), self.fake_mode():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
 
