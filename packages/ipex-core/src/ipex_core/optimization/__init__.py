@@ -130,7 +130,7 @@ def optimize(
         auto_kernel_selection: Choose kernels by timing them on this machine instead of by a table.
         sample_input: Tensor or tuple of tensors. The model is run on it once to learn the shapes that kernels are
             chosen for. With a reduced ``dtype``, a model that has float32 buffers beside cast parameters is run on it
-            again; if it raises, these buffers are cast, too. Models of transformers need no sample for that.
+            again; if it raises, these buffers are cast, too. Models of transformers with ``input_ids`` need no sample.
         graph_mode: Capture the model as a graph at its first call: by `torch.compile`, else by `torch.jit.trace`,
             else run it eagerly; `ipex.explain` tells which and why. Calls with gradients run eagerly.
         concat_linear: Merge linear layers that are fed by the same input, such as query, key and value.
