@@ -158,7 +158,7 @@ def test_a_refused_program_is_told_beforehand() -> None:
     model = build("llama")
     model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *args: None)
     found = plan(model)
-    assert found.depth == 2 and found.reason == "Linear: it has hooks"
+    assert found.depth == 2 and found.reason == "match: layers.1.mlp.down_proj: has hooks"
     assert [row.done for row in found.layers] == [True, False]
     check(found, optimize(model))
     double = build("llama").double()

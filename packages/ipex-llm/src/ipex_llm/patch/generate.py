@@ -189,7 +189,8 @@ def start(
     head = runner.plan.head
     if head is None:
         raise Reason("the model has no head")
-    if hooks_of(model) or hooks_of(decoder):
+    both = (model, decoder)
+    if any((one._forward_hooks or one._forward_pre_hooks) and hooks_of(one) for one in both):
         raise Reason("the model has hooks")
     if model.get_output_embeddings() not in (None, *head.modules):
         raise Reason("the head was exchanged")
