@@ -240,6 +240,8 @@ def test_scores_of_a_classifier(tokenizer):
         body |= {"top_n": 2, "return_documents": False}
         found = (await client.post("/rerank", json=body)).json()["results"]
         assert [sorted(r) for r in found] == [["index", "relevance_score"]] * 2
+        found = (await client.post("/rerank", json=body | {"top_n": 0})).json()["results"]
+        assert [r["index"] for r in found] == order
         # As TEI has it.
         body = {"query": "the fox", "texts": TEXTS, "raw_scores": True, "return_text": True}
         found = (await client.post("/rerank", json=body)).json()

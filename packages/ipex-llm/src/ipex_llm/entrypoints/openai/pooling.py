@@ -273,7 +273,7 @@ class Pooled:
             request, pairs, ("query", name), body.truncate_prompt_tokens, body.raw_scores
         )
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
-        if body.top_n is not None:
+        if body.top_n:  # 0 is all, as in vLLM
             order = order[: body.top_n]
         if body.texts is not None:
             return JSONResponse(
