@@ -59,9 +59,10 @@ def pack_convolution(weight: Tensor, groups: int = 1, winograd: bool = False) ->
         >>> pack_convolution(torch.zeros(32, 3, 5, 5)).numel() == 64 + 32 * 3 * 5 * 5 * 4
         True
     """
+    windows = weight.flatten(2)
     if winograd:
-        weight = _transformed(weight, _THERE).float()
-    rows = _in_panels(weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1), groups)
+        windows = _transformed(windows, _THERE).float()
+    rows = _in_panels(windows.transpose(1, 2).flatten(1), groups)
     packed: Tensor = torch.ops.ipex.pack_linear_weight(rows.contiguous())
     return _named(packed, rows) if winograd else packed
 
@@ -72,10 +73,10 @@ def _named(packed: Tensor, rows: Tensor) -> Tensor:
     return packed
 
 
-def _transformed(weight: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
-    """Return float64 ``[O, C, n, n]`` for a square window."""
-    m = torch.tensor(matrix, dtype=torch.float64, device=weight.device)
-    return m @ weight.double() @ m.T
+def _transformed(windows: Tensor, matrix: Sequence[Sequence[float]]) -> Tensor:
+    """Return ``[O, C, places]`` in float64 for square windows ``[O, C, places]``."""
+    m = torch.tensor(matrix, dtype=torch.float64, device=windows.device)
+    return windows.double() @ torch.kron(m, m).T
 
 
 def winograd_pays(
@@ -151,9 +152,8 @@ def _plain(
     if _is_winograd(x, packed_weight, out_channels, kernel_size, groups):
         depth = 16 * x.shape[1]
         rows = dense.unpack(packed_weight, out_channels, depth, torch.float32)
-        return _transformed(rows.view(out_channels, 4, 4, -1).permute(0, 3, 1, 2), _BACK).to(
-            x.dtype
-        )
+        windows = _transformed(rows.view(out_channels, 16, -1).transpose(1, 2), _BACK)
+        return windows.unflatten(2, (3, 3)).to(x.dtype)
     stored, depth = stored_dtype(x, packed_weight), _depth(x, kernel_size, groups)
     rows = dense.unpack(packed_weight, _packed_rows(out_channels, groups), depth, stored)
     rows = rows.view(groups, -1, depth)[:, : out_channels // groups]
@@ -372,8 +372,8 @@ def _winograd(dtype: torch.dtype) -> Iterator[Sample]:
         case: Any = _case(dtype, sizes, 3, 1, padding)
         x, bias, rest = case[0], case[7], case[2:7]
         depth = sizes[1] * 9
-        weight = randn(sizes[4], sizes[1], 3, 3, dtype=dtype, seed=7, scale=depth**-0.5)
-        rows = _transformed(weight, _THERE).float().permute(0, 2, 3, 1).reshape(sizes[4], -1)
+        windows = randn(sizes[4], sizes[1], 9, dtype=dtype, seed=7, scale=depth**-0.5)
+        rows = _transformed(windows, _THERE).float().transpose(1, 2).flatten(1)
         packed = _named(dense.pack(rows), rows)
         yield Sample((x, packed, *rest, bias), id=f"winograd-{name}")
         size = _out_size(x, *rest[1:])
