@@ -144,7 +144,7 @@ def test_generate_checks_all_prompts_first():
         ({"temperature": -1}, "temperature must be 0 or in"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_k": -1}, "top_k must be 0 or a positive"),
+        ({"top_k": -1}, "top_k must be an integer in"),
         ({"top_p": 1.5}, r"top_p must be in \[0, 1\], got 1.5"),
         ({"min_p": -0.1}, "min_p"),
         ({"seed": "x"}, "seed"),

@@ -10,6 +10,7 @@ import torch
 from families import FAMILIES, OLD
 
 import ipex_llm
+from ipex_core.errors import StaleWeightsError
 from ipex_llm.engine import Engine, SamplingParams
 from ipex_llm.records import record_of
 
@@ -208,6 +209,16 @@ def test_a_model_that_was_changed_or_copied():
             [[5, 6, 7]], SamplingParams(max_new_tokens=6)
         )
         assert list(found[0].tokens) == want[0, 3:].tolist()
+    engines = [Engine(fast, num_blocks=8, max_model_len=64) for _ in range(2)]
+    fast.load_state_dict(other.state_dict())  # new versions of the same numbers
+    with pytest.raises(StaleWeightsError, match="got a change: make a new Engine"):
+        engines[0].generate([[5, 6, 7]])
+    fast.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # packs them again
+    with pytest.raises(StaleWeightsError):
+        engines[1].generate([[5, 6, 7]])
+    engine = Engine(fast, num_blocks=8, max_model_len=64)
     fast.model.layers[0].mlp = torch.nn.Identity()
+    with pytest.raises(StaleWeightsError):
+        engine.generate([[5, 6, 7]])
     with pytest.raises(TypeError, match="got LlamaForCausalLM: a module in it has other hooks, or"):
         Engine(fast)

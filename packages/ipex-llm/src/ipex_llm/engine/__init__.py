@@ -25,6 +25,7 @@ import torch
 
 from ipex_llm.engine.limits import (
     DEFAULT_MEMORY_SHARE,
+    Origin,
     cache_blocks,
     check_positive,
     check_prompt,
@@ -172,7 +173,9 @@ class Engine:
             )
         if num_blocks is not None and cache_bytes is not None:
             raise ValueError("Engine: num_blocks and cache_bytes must not both be given, got both")
-        self.runner = lead(runner_of(model))
+        runner = runner_of(model)
+        self._origin = Origin(model, runner)
+        self.runner = lead(runner)
         self._model = model
         self.max_lora_rank = max_lora_rank
         self._loras = Loras(self.runner, max_loras)
@@ -440,8 +443,10 @@ class Engine:
             the others go on.
 
         Raises:
+            StaleWeightsError: Weights or modules of the model changed since the engine was made.
             Exception: The model failed. Nothing has changed: the step can be repeated.
         """
+        self._origin.check()
         outputs, self._ended = self._ended, []
         chosen = self._scheduler.plan()
         if not chosen:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.errors import StaleWeightsError
 from ipex_llm.kv_cache import CacheMemoryError, available_memory, format_bytes
 from ipex_llm.patch.decoder import Reason, decoder_of, usable_runner
 from ipex_llm.records import record_of
@@ -157,6 +158,27 @@ def runner_of(model: Any, where: str = "Engine") -> Any:
             f" {type(model).__name__}{why}"
         )
     return found
+
+
+class Origin:
+    """The module that a runner belongs to, to notice when it changes; none for a runner that stands alone."""
+
+    def __init__(self, model: Any, runner: Any) -> None:
+        homes = (model,) if record_of(model).patch is None else (model, decoder_of(model))
+        self._home = next((home for home in homes if record_of(home).runner is runner), None)
+        self._runner = runner
+
+    def check(self) -> None:
+        """Raise a StaleWeightsError if weights or modules are no longer those that the runner was made from."""
+        home, runner = self._home, self._runner
+        if home is None:
+            return
+        same = record_of(home).runner is runner and runner.fresh()
+        if not same or runner.surroundings.changed():
+            raise StaleWeightsError(
+                "Engine: the weights of the model must be as they were when the engine was made, got a change: make a"
+                " new Engine"
+            )
 
 
 def _ids(value: Any) -> set[int]:
