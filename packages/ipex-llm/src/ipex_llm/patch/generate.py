@@ -192,7 +192,9 @@ def start(
     both = (model, decoder)
     if any((one._forward_hooks or one._forward_pre_hooks) and hooks_of(one) for one in both):
         raise Reason("the model has hooks")
-    if model.get_output_embeddings() not in (None, *head.modules):
+    # The head of a divided model is around the part that its plan names.
+    divided = runner.plan.parallel is not None
+    if not divided and model.get_output_embeddings() not in (None, *head.modules):
         raise Reason("the head was exchanged")
     if synced_gpus:
         raise Reason("synced_gpus")
