@@ -21,6 +21,7 @@ __all__ = ["FILE", "SIDES", "Row", "forced", "is_forced", "rows", "side", "stays
 
 FILE = Path(__file__).with_name("measured.tsv")
 SIDES = ("ipex", "onednn", "stock")
+_BY_LETTER = {name[0]: name for name in SIDES}
 
 #: Sum of the logarithms of the ratios of sizes up to which two shapes are alike.
 _NEAR = math.log(4)
@@ -75,8 +76,7 @@ def rows(file: Path = FILE) -> Iterator[Row]:
         stock, onednn, ipex = (None if time == "-" else float(time) for time in times)
         assert stock is not None
         numbers = tuple(map(int, sizes.split(",")))
-        side = next(name for name in SIDES if name[0] == chosen)
-        yield Row(level, threads, op, dtype, numbers, side, stock, onednn, ipex)
+        yield Row(level, threads, op, dtype, numbers, _BY_LETTER[chosen], stock, onednn, ipex)
 
 
 def side(op: str, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
