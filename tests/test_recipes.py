@@ -267,7 +267,7 @@ def test_add_a_model_structure(tmp_path: Path) -> None:
     if "hardswish" not in importlib.import_module("transformers.activations").ACT2FN:
         pytest.skip("this transformers has no activation hardswish")
     copied("ipex_llm", tmp_path)
-    for name in ("arch/reference.py", "model_runner/feed_forward.py"):
+    for name in ("arch/formulas.py", "model_runner/feed_forward.py"):
         change(f"packages/ipex-llm/src/ipex_llm/{name}", tmp_path)
     run(example("hardswish_llama.txt", tmp_path), tmp_path)
 

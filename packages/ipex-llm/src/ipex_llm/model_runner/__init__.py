@@ -14,7 +14,8 @@ from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
 from ipex_llm.arch import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, ScanPlan
-from ipex_llm.arch.reference import position_rows, query_factors, rows_of_table
+from ipex_llm.arch.formulas import position_rows
+from ipex_llm.arch.reference import query_factors, rows_of_table
 from ipex_llm.kv_cache import (
     CacheShape,
     LayerShape,

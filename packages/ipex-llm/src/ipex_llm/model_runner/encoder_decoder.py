@@ -29,7 +29,7 @@ from ipex_llm.model_runner.dense import (
     WeightStore,
 )
 from ipex_llm.model_runner.feed_forward import GATES, check_mlp, write_inner
-from ipex_llm.model_runner.program import check_forms
+from ipex_llm.model_runner.forms import check_forms
 
 __all__ = ["PairRunner", "unsupported_pair"]
 

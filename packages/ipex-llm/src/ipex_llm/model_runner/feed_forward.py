@@ -12,7 +12,7 @@ from torch import nn
 from ipex_core.program import ProgramBuilder, Register
 from ipex_core.program.pointwise import POINTWISE
 from ipex_llm.arch import ExpertsPlan, MlpPlan
-from ipex_llm.arch.reference import xielu_numbers
+from ipex_llm.arch.formulas import xielu_numbers
 from ipex_llm.model_runner.dense import Linear, UnsupportedPlan
 
 

@@ -26,11 +26,11 @@ from ipex_llm.arch import (
     WkvPlan,
     inner_linears,
 )
+from ipex_llm.arch.formulas import per_head
 from ipex_llm.arch.reference import (
     bias_of,
     fading,
     filter_of,
-    per_head,
     rates_of,
     rates_of_lru,
     step_bias,

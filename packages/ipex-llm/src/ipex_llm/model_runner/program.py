@@ -14,13 +14,11 @@ the forms in which programs call them. `Writer` writes one program: inputs, norm
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from ipex_core.library.spec import FLOATS
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
 from ipex_core.util import return_free_memory
@@ -37,7 +35,6 @@ from ipex_llm.arch import (
     SelectivePlan,
     SidePlan,
     StreamEndsPlan,
-    StreamsPlan,
     TokenBlockPlan,
     gated_norms,
     inner_linears,
@@ -47,9 +44,7 @@ from ipex_llm.model_runner.attention import (
     Latent,
     LookInputs,
     Picture,
-    check_latent,
     latent_of,
-    linears_of,
     pack_latent,
     pack_picture,
     write_attention,
@@ -57,19 +52,14 @@ from ipex_llm.model_runner.attention import (
     write_picture,
 )
 from ipex_llm.model_runner.dense import (
-    DIFFERENT,
-    MIXED,
     Linear,
     UnsupportedPlan,
     WeightStore,
-    check_packable,
 )
-from ipex_llm.model_runner.experts import Experts, check_experts, pack_experts
+from ipex_llm.model_runner.experts import Experts, pack_experts
 from ipex_llm.model_runner.feed_forward import (
     GATES,
     activated,
-    check_activation,
-    check_mlp,
     opened,
     routing,
     together,
@@ -77,6 +67,7 @@ from ipex_llm.model_runner.feed_forward import (
     write_experts,
     write_inner,
 )
+from ipex_llm.model_runner.forms import check_layer
 from ipex_llm.model_runner.lora import LoraSites, PackedLinear, write_linear
 from ipex_llm.model_runner.mixer import Mixer, pack_mixer, state_parts, write_mixer
 from ipex_llm.model_runner.streams import (
@@ -89,10 +80,6 @@ from ipex_llm.model_runner.streams import (
 )
 
 Tensor = torch.Tensor
-
-#: Activations that ``fused_experts`` computes.
-_EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
-_UNGATED_ACTIVATIONS = ("relu2",)
 
 
 def rope_key(attention: AttentionPlan) -> str | None:
@@ -145,7 +132,7 @@ class Emitter:
         temperatures = (a.temperature for a in plan.attentions)
         self.temperatures = list(dict.fromkeys(t for t in temperatures if t is not None))
         for layer in plan.layers:  # before anything is packed
-            _check(layer)
+            check_layer(layer)
         self.before = self._linear(plan.embedding_projection)
         self.layers = [self._pack(layer) for layer in plan.layers]
         rows = plan.token_rows
@@ -353,141 +340,6 @@ def _router(store: WeightStore, mlp: ExpertsPlan) -> Linear:
         weight = weight.float() * mlp.norms.factors.to(weight.device)
     bias = None if mlp.router_bias is None else mlp.router_bias.detach()
     return store.plain(weight.to(store.dtype).contiguous(), bias)
-
-
-def _check(layer: LayerPlan) -> None:
-    """Raise if no op computes a part of a layer."""
-    mlp = layer.mlp
-    for one in (layer.side, layer.picture):
-        if one is not None:
-            check_mlp(one.mlp)
-    if layer.token_block is not None:
-        check_activation(layer.token_block.activation)
-    for experts in (mlp, layer.shortcut):
-        if not isinstance(experts, ExpertsPlan):
-            continue
-        if experts.scale_input and experts.top_k != 1:
-            raise UnsupportedPlan("the weights of several experts multiply their input")
-        others = experts.gate_up_bias, experts.down_bias, experts.up, experts.entry
-        plain = isinstance(experts.gate_up, Tensor) and all(one is None for one in others)
-        if experts.apart and (experts.zeros or not plain):
-            raise UnsupportedPlan("a bound on silu of experts that are not stacked, or have biases")
-        known = _EXPERT_ACTIVATIONS if experts.gated else _UNGATED_ACTIVATIONS
-        if experts.activation not in known:
-            raise UnsupportedPlan(f"activation {experts.activation!r} of experts")
-    if isinstance(mlp, ExpertsPlan):
-        mlp = mlp.shared
-    if mlp is not None:
-        check_mlp(mlp)
-
-
-def unsupported_reason(
-    plan: DecoderPlan, dtype: torch.dtype, form: Callable[[nn.Module], object]
-) -> str | None:
-    """Return why no program can be written for a plan, before any weight is packed; None if nothing is known.
-
-    Args:
-        plan: The plan.
-        dtype: dtype that rows and weights will have.
-        form: Returns how the weight of a linear layer will be quantized, None for floats; layers with one input need
-            equal forms.
-    """
-    if dtype not in FLOATS:
-        return f"weights of {dtype}"
-    try:
-        if plan.head_block is not None:
-            check_activation(plan.head_block.activation)
-        for layer in plan.layers:
-            _check(layer)
-            check_latent(layer.attention)
-        for modules, gated in _groups(plan):
-            check_forms(modules, gated, form)
-        for experts in plan.mixtures:
-            check_experts(experts, form)
-    except UnsupportedPlan as error:
-        return str(error)
-    return None
-
-
-def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
-    """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
-    rows = None if plan.token_rows is None else plan.token_rows.projection
-    own_ends = plan.streams if isinstance(plan.streams, StreamEndsPlan) else None
-    ends = () if own_ends is None else (*own_ends.first, *own_ends.last)
-    last = None if plan.head_block is None else plan.head_block.linear
-    around = plan.embedding_projection, rows, *ends, plan.output_projection, last, plan.head
-    gates = (one for norm in gated_norms(plan) for one in norm.gate or ())
-    for linear in (*around, *gates):
-        if linear is not None:
-            yield (linear,), False
-    for layer in plan.layers:
-        latent, mlp = latent_of(layer.attention), layer.mlp
-        for linear in () if layer.attention is None else projections(layer.attention):
-            if linear.modules:
-                yield (linear,), False
-        yield from (((one,), False) for one in inner_linears(layer.attention))
-        if isinstance(layer.attention, AttentionPlan) and layer.attention.key_bias is not None:
-            yield (layer.attention.key_bias.linear,), False
-        if isinstance(layer.attention, DeltaPlan):
-            yield from (((one,), False) for one in layer.attention.up or ())
-        if isinstance(layer.attention, SelectivePlan):
-            yield (layer.attention.middle,), False
-            yield (layer.attention.step,), False
-        for linear in () if layer.beside is None else projections(layer.beside):
-            yield (linear,), False
-        if layer.token_block is not None:
-            yield (layer.token_block.gate,), False
-            yield (layer.token_block.output,), False
-        if layer.low is not None:
-            yield (layer.low.first,), False
-            yield (layer.low.second,), False
-        if isinstance(layer.streams, StreamsPlan):
-            own = layer.streams
-            yield from (((one,), False) for one in (own.router, own.predict, own.correct))
-        if layer.side is not None:
-            block = layer.side.mlp
-            others = *projections(layer.side.attention), layer.side.output
-            for linear in (*others, block.up, block.down, *(block.low or ())):
-                yield (linear,), False
-        if layer.picture is not None:
-            yield from (((one,), False) for one in linears_of(layer.picture))
-            yield from _groups_of(layer.picture.mlp)
-        if latent is not None:
-            yield (LinearPlan((latent.up,)),), False
-            if latent.query is not None:
-                yield (latent.query,), False
-        dense = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
-        if isinstance(mlp, ExpertsPlan) and mlp.shared_gate is not None:
-            yield (LinearPlan((mlp.shared_gate,)),), False
-        if isinstance(mlp, ExpertsPlan):
-            yield from (((one,), False) for one in (mlp.entry, mlp.exit) if one is not None)
-        if dense is not None:
-            yield from _groups_of(dense)
-
-
-def _groups_of(dense: MlpPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
-    yield (dense.down,), False
-    gated = dense.activation in GATES
-    if dense.gate is not None and together(dense):
-        yield (dense.gate, dense.up), True
-    else:
-        yield (dense.up,), dense.fused and gated
-        if dense.gate is not None:
-            yield (dense.gate,), False
-
-
-def check_forms(
-    plans: tuple[LinearPlan, ...], gated: bool, form: Callable[[nn.Module], object]
-) -> None:
-    """Raise if linear layers have no common packed weight."""
-    modules = [module for plan in plans for module in plan.modules]
-    forms = [form(module) for module in modules]
-    if all(one is None for one in forms):
-        check_packable(modules)
-    elif None in forms:
-        raise UnsupportedPlan(MIXED)
-    elif len(set(forms)) > 1 or (gated and any(plan.order is not None for plan in plans)):
-        raise UnsupportedPlan(DIFFERENT)
 
 
 # --- one program ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ipex_llm.distributed import TensorParallel, divisible, is_sharded, uncovere
 from ipex_llm.distributed.cut import GRAINS
 from ipex_llm.distributed.shard import head_sizes, inner_size, shard_numbers
 from ipex_llm.model_runner.encoder_decoder import unsupported_pair
-from ipex_llm.model_runner.program import unsupported_reason
+from ipex_llm.model_runner.forms import unsupported_reason
 from ipex_llm.model_runner.woq_model import Choice, choose
 from ipex_llm.optimization.proof import prove_layers, prove_pair, prove_stack
 from ipex_llm.optimization.request import Request

@@ -57,7 +57,8 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
-from ipex_llm.arch.reference import activate, position_rows, rows_of_table
+from ipex_llm.arch.formulas import activate, position_rows
+from ipex_llm.arch.reference import rows_of_table
 
 Tensor = torch.Tensor
 

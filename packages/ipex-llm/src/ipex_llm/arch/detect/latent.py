@@ -43,11 +43,8 @@ from ipex_llm.arch.detect.trace import (
     same,
     settled,
 )
-from ipex_llm.arch.reference import (
-    attend,
-    rotate,
-    run_norm,
-)
+from ipex_llm.arch.formulas import rotate, run_norm
+from ipex_llm.arch.reference import attend
 
 Tensor = torch.Tensor
 

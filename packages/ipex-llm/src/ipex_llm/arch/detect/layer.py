@@ -56,7 +56,7 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
-from ipex_llm.arch.reference import in_order
+from ipex_llm.arch.formulas import in_order
 
 Tensor = torch.Tensor
 

@@ -49,7 +49,8 @@ from ipex_llm.arch.detect.trace import (
     settled,
     tolerance,
 )
-from ipex_llm.arch.reference import in_order, mix, run_attention
+from ipex_llm.arch.formulas import in_order
+from ipex_llm.arch.reference import mix, run_attention
 
 Tensor = torch.Tensor
 

@@ -32,16 +32,15 @@ from ipex_llm.arch.detect.trace import (
     settle,
     tolerance,
 )
-from ipex_llm.arch.reference import (
+from ipex_llm.arch.formulas import (
     ACTIVATIONS,
     activate_inner,
     combine_gate,
     cut_gate,
     in_order,
-    run_experts,
     run_norm,
-    run_routed,
 )
+from ipex_llm.arch.reference import run_experts, run_routed
 
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _EPS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")

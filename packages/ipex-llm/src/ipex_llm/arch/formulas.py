@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations, norms, linear layers and rotations of a plan in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ipex_llm.arch import LinearPlan, MlpPlan, NormPlan, RopePlan
+
+Tensor = torch.Tensor
+
+#: Activations by their names in a plan, in the order in which detection tries them.
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    """Apply an activation by its name in a plan; ``"none"`` returns `x`.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    if name == "none":
+        return x
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activate: name must be none or one of {known}, got {name!r}")
+    return ACTIVATIONS[name](x)
+
+
+def xielu_numbers(module: nn.Module) -> tuple[float, float, float, float]:
+    """Return the factors of the activation xIELU for positive and other numbers, its slope at zero and its epsilon."""
+    own: Any = module
+    positive, negative = (functional.softplus(getattr(own, f"alpha_{n}").detach()) for n in "pn")
+    return float(positive), float(own.beta + negative), float(own.beta), float(own.eps)
+
+
+def activate_inner(plan: MlpPlan, x: Tensor) -> Tensor:
+    """Apply the activation of a block without a gate."""
+    if plan.learned is None:
+        return activate(plan.activation, x)
+    positive, negative, slope, eps = xielu_numbers(plan.learned)
+    below = (torch.expm1(x.clamp(max=eps)) - x) * negative
+    return torch.where(x > 0, positive * x * x, below) + slope * x
+
+
+def position_rows(module: nn.Module) -> Tensor:
+    """Return the rows of positions of a module: its weight, or a buffer that it fills itself (XGLM)."""
+    weight: Any = module._parameters.get("weight")
+    filled: Any = module._buffers.get("weights")
+    rows: Tensor = filled if weight is None else weight.detach()
+    return rows
+
+
+def combine_gate(
+    name: str, gate: Tensor, up: Tensor, swiglu: tuple[float, float, float] | None = None
+) -> Tensor:
+    """Return ``act(gate) * up``; with `MlpPlan.swiglu` what ``"swigluoai"`` makes of both."""
+    if swiglu is not None:
+        alpha, limit, added = swiglu
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + added)
+    return activate(name, gate) * up
+
+
+def cut_gate(cutoff: float | None, gate: Tensor) -> Tensor:
+    """Return the gate of a block with what `MlpPlan.cutoff` leaves of it."""
+    if cutoff is None:
+        return gate
+    gate = gate.float()
+    level = gate.mean(-1, keepdim=True) + cutoff * gate.std(-1, keepdim=True, unbiased=False)
+    return functional.relu(gate - level)
+
+
+def run_norm(plan: NormPlan | None, x: Tensor) -> Tensor:
+    """Apply a norm to ``[..., width]`` (or ``[..., heads, head_dim]``); None: return `x`."""
+    if plan is None:
+        return x
+    x = x.float()
+    if plan.kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + plan.eps)
+    if plan.weight is not None:
+        x = x * (plan.weight.float() + plan.offset)
+    if plan.bias is not None:
+        x = x + plan.bias.float()
+    if plan.gate is not None:
+        first, second = plan.gate
+        x = x * torch.sigmoid(run_linear(second, functional.silu(run_linear(first, x))))
+    return x
+
+
+def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
+    """Apply the modules of a linear layer to ``[..., in]`` and put the outputs in the expected order.
+
+    Without modules it returns `x`.
+    """
+    if not plan.modules:
+        return x
+    first = next(plan.modules[0].parameters(), None)
+    if first is not None and first.is_floating_point():
+        x = x.to(first.dtype)
+    y = torch.cat([module(x) for module in plan.modules], dim=-1).float()
+    return in_order(plan, y)
+
+
+def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
+    """Return what the modules of a linear layer gave side by side as the expected rows, ``[..., out]``."""
+    y = y if plan.order is None else y[..., plan.order.to(y.device)]
+    y = y if plan.factors is None else y.float() * plan.factors.to(y.device)
+    return y if plan.added is None else y.float() + per_head(*plan.added)
+
+
+def rotate(rope: RopePlan, x: Tensor) -> Tensor:
+    """Rotate the first `rope.dim` elements of heads ``[T, heads, head_dim]``; row t is position t."""
+    cos, sin = (t.to(x.device).unsqueeze(1) for t in rope.tables(x.shape[0]))
+    turned, kept = x[..., : rope.dim], x[..., rope.dim :]
+    if rope.half:
+        first, second = turned.chunk(2, dim=-1)
+    else:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    a, b = first * cos - second * sin, second * cos + first * sin
+    turned = torch.cat([a, b], dim=-1) if rope.half else torch.stack([a, b], dim=-1).flatten(-2)
+    return torch.cat([turned, kept], dim=-1)
+
+
+def per_head(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter ``[H]`` of a recurrence, float32; ``A`` is computed from ``A_log``."""
+    if name == "A":
+        return -torch.exp(per_head(module, "A_log"))
+    value: Tensor = getattr(module, name)
+    return value.detach().float().flatten().contiguous()
