@@ -48,7 +48,9 @@ class Precompiled:
         self._static = all(isinstance(size, int) for one in inputs for size in one.shape)
         self._shapes: list[Any] = [inputs[i].shape for i in self._tensors]
         self._dtypes: list[Any] = [inputs[i].dtype for i in self._tensors]
-        self._positional = parts.in_spec == pytree.tree_structure((tuple(range(len(inputs))), {}))
+        names = self._names()
+        flat = tuple(range(len(inputs) - len(names))), dict.fromkeys(names, 0)
+        self._keywords = flat[1] if parts.in_spec == pytree.tree_structure(flat) else None
         self._numbers = _Sizes(parts, self._where)
         self._first = first_values(plan)
         self._weights = Weights.of(model) if model is not None else None
@@ -111,8 +113,13 @@ class Precompiled:
             StaleWeightsError: A parameter or buffer of the model was replaced or changed since.
             RuntimeError: A step failed.
         """
-        if self._positional and not kwargs and len(args) == len(self._inputs):
-            leaves: Sequence[Any] = args
+        names = self._keywords
+        if (
+            names is not None
+            and kwargs.keys() == names.keys()
+            and len(args) + len(names) == len(self._inputs)
+        ):
+            leaves = [*args, *(kwargs[name] for name in names)]
         else:
             leaves = self._flat(args, kwargs)
         weights = self._weights
