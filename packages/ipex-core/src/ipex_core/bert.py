@@ -30,20 +30,6 @@ from ipex_core.optimization.passes.cast import cast_input
 from ipex_core.optimization.records import log_of
 from ipex_core.optimization.training import train, widen_input
 
-__all__ = [
-    "Group",
-    "LinearDropoutAddNorm",
-    "LinearGelu",
-    "SelfAttention",
-    "Tokens",
-    "bert_models",
-    "fast_bert",
-    "padded",
-    "speed_up",
-    "unpadded",
-    "unsupported",
-]
-
 Tensor = torch.Tensor
 
 #: A group holds sequences at least this share as long as its longest one.

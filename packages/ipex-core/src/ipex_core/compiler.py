@@ -20,15 +20,6 @@ from torch import Tensor, fx
 from ipex_core.errors import FallbackError
 from ipex_core.fusion import GraphReport, Weights
 
-__all__ = [
-    "CompiledGraph",
-    "FrozenGraph",
-    "Options",
-    "compiled_often",
-    "lift_parameters",
-    "read_options",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

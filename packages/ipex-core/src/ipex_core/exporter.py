@@ -21,8 +21,6 @@ from ipex_core.library.spec import dtype_name
 from ipex_core.recording import checked_arguments, checked_model, reason, record, try_model
 from ipex_core.util import quiet
 
-__all__ = ["checked_inputs", "export"]
-
 #: What the generated code calls. Its text becomes the message of a Python error, too.
 _FUNCTIONS = r"""
 namespace {

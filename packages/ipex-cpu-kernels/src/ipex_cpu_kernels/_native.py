@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Native", "NativeError", "load"]
-
 
 def _find_library() -> Path:
     # An editable installation has two places: the sources and the built files.

@@ -14,8 +14,6 @@ from ipex_core.ops.attention import check_offsets
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
 from ipex_xpu_kernels._launch import DTYPES, dense, is_gpu, kernel, launch
 
-__all__ = ["FUNCTIONS"]
-
 Tensor = torch.Tensor
 
 

@@ -17,8 +17,6 @@ from ipex_core.ops.rotary_embedding import check_rows, rows_with_offsets, table_
 from ipex_core.ops.rotary_embedding_and_cache import cache_places
 from ipex_xpu_kernels._launch import dense, kernel, launch_columns, launch_rows
 
-__all__ = ["FUNCTIONS"]
-
 Tensor = torch.Tensor
 
 

@@ -11,8 +11,6 @@ import torch
 from ipex_core.library.spec import FLOATS
 from ipex_xpu_kernels._launch import kernel, launch_rows
 
-__all__ = ["FUNCTIONS"]
-
 Tensor = torch.Tensor
 
 

@@ -18,8 +18,6 @@ from ipex_core.packing import int8
 from ipex_core.packing.dense import HEADER_BYTES, PANEL
 from ipex_xpu_kernels._launch import DTYPES, launch, launch_columns
 
-__all__ = ["FUNCTIONS"]
-
 Tensor = torch.Tensor
 
 _OP = "int8_linear"

@@ -12,8 +12,6 @@ import torch
 from ipex_core.ops import optim_steps
 from ipex_xpu_kernels._launch import kernel, launch
 
-__all__ = ["FUNCTIONS"]
-
 Tensor = torch.Tensor
 
 

@@ -13,8 +13,6 @@ import torch
 from ipex_core.fusion import torchscript
 from ipex_core.fusion.torchscript import constant, is_constant, is_tensor, scalar, weight
 
-__all__ = ["Rewriter", "rewrite"]
-
 # torch declares the classes of graphs without their methods.
 Node = Any
 Value = Any

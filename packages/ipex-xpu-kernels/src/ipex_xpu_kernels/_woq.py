@@ -18,8 +18,6 @@ from ipex_core.packing.quantize import CODEBOOKS, QWEIGHT_DTYPES
 from ipex_core.packing.woq import check_woq_packed
 from ipex_xpu_kernels._launch import DTYPES, is_gpu, launch
 
-__all__ = ["FUNCTIONS"]
-
 Tensor = torch.Tensor
 
 #: What the kernel calls the dtypes of scales and the kinds of zero points.

@@ -25,20 +25,6 @@ from torch.nn import functional
 from ipex_core import benchmark
 from ipex_core.kernels import measured
 
-__all__ = [
-    "FILE",
-    "LEAST",
-    "Case",
-    "Measured",
-    "amount",
-    "cases",
-    "chosen_by",
-    "measure",
-    "numbers",
-    "read",
-    "text",
-]
-
 FILE = Path(__file__).parent / "_data" / "corpus_of_ops.tsv"
 #: The ratio below which a case fails, if its spread lies below 1.
 LEAST = 0.97

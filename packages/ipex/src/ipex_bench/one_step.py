@@ -11,8 +11,6 @@ from torch import nn
 from . import workloads
 from .task import Task
 
-__all__ = ["Step", "arrays", "load"]
-
 Tensor = torch.Tensor
 
 

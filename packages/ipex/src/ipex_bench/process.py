@@ -17,8 +17,6 @@ from typing import Any
 
 from .task import Task
 
-__all__ = ["EngineError", "Worker"]
-
 #: Characters of the longest answer.
 _LONGEST = 1 << 16
 

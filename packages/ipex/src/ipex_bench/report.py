@@ -22,19 +22,6 @@ from .result import Row, Run
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
 
-__all__ = [
-    "SHORT",
-    "markdown",
-    "matrix",
-    "ratio_axis",
-    "read_results",
-    "results_json",
-    "results_table",
-    "show",
-    "title",
-    "write_plot",
-    "write_results_plot",
-]
 
 #: How tables call element types.
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -14,18 +14,6 @@ from typing import Any, TypeVar
 
 from .peers import NAMES
 
-__all__ = [
-    "SIDE",
-    "Absent",
-    "Row",
-    "Run",
-    "footprint",
-    "interval",
-    "limit_percent",
-    "regressions",
-    "untold",
-]
-
 #: Of the JSON files; `docs/tools/bench.md` describes them. 1 had intervals from a bootstrap and no single times.
 SCHEMA = 2
 

@@ -20,8 +20,6 @@ from .process import EngineError, Worker
 from .result import Absent, Row, Run, footprint, interval, limit_percent, task_bytes
 from .task import Task
 
-__all__ = ["Plan", "run"]
-
 Times = dict[str, list[dict[str, float]]]
 About = dict[str, dict[str, Any]]
 _LIMITS = "limits"

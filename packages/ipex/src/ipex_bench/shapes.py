@@ -8,9 +8,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "LAST_STEPS", "SIZES", "cases", "names"]
-
-KINDS = ("ops", "models", "llm", "train")
 SIZES = ("tiny", "small", "full")
 
 #: Steps of training whose losses are compared, and batches that a task has.

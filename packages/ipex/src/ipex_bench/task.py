@@ -9,17 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "LEAST_COSINE",
-    "LEAST_DECODED",
-    "LEAST_WHOLE",
-    "MOST_LOSS_ERROR",
-    "Prepared",
-    "Task",
-    "UnsupportedError",
-    "greedy",
-]
-
 #: The least cosine to the answer of float32, by the precision in which an engine computes. Random weights suffer more
 #: from few bits than trained ones.
 LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.99, "float16": 0.99, "int8": 0.96, "int4": 0.9}

@@ -18,17 +18,6 @@ from .result import SIDE, footprint
 from .shapes import LAST_STEPS
 from .task import Prepared, Task
 
-__all__ = [
-    "GROUP",
-    "generator",
-    "inference",
-    "limit_calls",
-    "make",
-    "prepare",
-    "tensors",
-    "training",
-]
-
 #: Weights that share a scale, where they have four bits.
 GROUP = 32
 

@@ -13,8 +13,6 @@ from torch import nn
 from .shapes import LAST_STEPS
 from .task import Task
 
-__all__ = ["Dlrm", "batches", "build", "load", "tables"]
-
 Tensor = torch.Tensor
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ipex_core.diagnostics.doctor import Report
 
-__all__ = ["environment", "report_text", "versions"]
 
 #: Variables that change how the work runs. Others are not reported.
 _PREFIXES = (

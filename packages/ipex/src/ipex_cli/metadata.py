@@ -16,8 +16,6 @@ from pathlib import Path
 from ipex import _version
 from ipex_cli.migration_table import OLD_NAME
 
-__all__ = ["write_metadata_wheel"]
-
 
 def write_metadata_wheel(folder: Path) -> Path:
     """Write the wheel for the torch that is installed.

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["OLD_NAME", "STATES", "Row", "find", "rows", "search"]
-
 #: The import name of Intel Extension for PyTorch.
 OLD_NAME = "intel_extension_for_pytorch"
 

@@ -19,17 +19,6 @@ from ipex_core.kernels import machine, providers
 from ipex_core.kernels.providers import xpu_wheel
 from ipex_core.util import quiet
 
-__all__ = [
-    "IsaReport",
-    "PackageReport",
-    "Report",
-    "ThreadReport",
-    "TorchReport",
-    "advice",
-    "doctor",
-    "problems",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IsaReport:

@@ -29,13 +29,6 @@ from ipex_core.optimization.records import (
 )
 from ipex_core.precompiled.call import Precompiled
 
-__all__ = [
-    "Explanation",
-    "explain",
-    "op_info",
-    "show_config",
-]
-
 
 def op_info(name: str) -> dict[str, Any]:
     """Tell which kernels stand behind an op.

@@ -32,17 +32,6 @@ from ipex_core.nn.merged_linear import linears, may_merge, merge
 from ipex_core.util import quiet
 from ipex_core.util.symbolic import Recordings, Tracer, names_in
 
-__all__ = [
-    "Rewriter",
-    "find_rms_norm",
-    "guards_of",
-    "merge_by_source",
-    "reason_against",
-    "release",
-    "trace",
-    "untouched",
-]
-
 _LIBRARY = ("torch.nn", "ipex_core.nn")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _IN_PLACE_OPERATORS = (

@@ -15,24 +15,6 @@ from ipex_core.nn.torchscript import function
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import pack
 
-__all__ = [
-    "CONV",
-    "Convolutions",
-    "Editor",
-    "READER",
-    "Rewriter",
-    "TRANSPOSED",
-    "constant",
-    "is_constant",
-    "is_tensor",
-    "key_of",
-    "normalize",
-    "only_use",
-    "packs",
-    "scalar",
-    "weight",
-]
-
 # torch declares the classes of graphs without their methods.
 Node = Any
 Value = Any

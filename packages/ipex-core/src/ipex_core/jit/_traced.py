@@ -23,8 +23,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["ATTRIBUTE", "FlatCall", "Form", "TracedForward"]
-
 log = logging.getLogger("ipex")
 
 #: Where torch looks for what runs while a trace is recorded.

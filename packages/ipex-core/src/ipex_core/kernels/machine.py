@@ -21,29 +21,6 @@ from pathlib import Path
 
 from ipex_core.config.isa_levels import LEVEL_FEATURES
 
-__all__ = [
-    "NATIVE_FEATURES",
-    "NATIVE_LEVELS",
-    "CgroupLimits",
-    "CpuInfo",
-    "MemoryInfo",
-    "SHORT_SPIN",
-    "affinity",
-    "allowed_cores",
-    "amx_permission",
-    "cgroup_limits",
-    "cpu_info",
-    "crowded",
-    "fit_threads",
-    "governor",
-    "huge_pages",
-    "loaded_libraries",
-    "memory_info",
-    "numa_nodes",
-    "own_threads",
-    "restart_if_crowded",
-]
-
 ROOT = Path("/")
 
 #: Reduced dtype -> features of a CPU (any of them) that multiplies in it, and the levels whose kernels do.

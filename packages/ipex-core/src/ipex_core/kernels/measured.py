@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["FILE", "SIDES", "Row", "forced", "is_forced", "rows", "side", "stays_stock"]
-
 FILE = Path(__file__).with_name("measured.tsv")
 SIDES = ("ipex", "onednn", "stock")
 _BY_LETTER = {name[0]: name for name in SIDES}

@@ -11,23 +11,6 @@ import torch
 
 from ipex_core.kernels import measured
 
-__all__ = [
-    "LinearChoice",
-    "choose_linear",
-    "fastest",
-    "find_kernels",
-    "has_kernel",
-    "numbers",
-    "onednn_supports",
-    "prefer_ipex_attention",
-    "prefer_ipex_bag",
-    "prefer_ipex_bmm",
-    "prefer_ipex_norm",
-    "prefer_ipex_rotary",
-    "prefer_merged_bags",
-    "prefer_merged_linears",
-]
-
 # A plain global and no functools.cache: Dynamo traces through this module and warns about caches.
 _native_ops: frozenset[str] | None = None
 #: Whether the kernels use AVX-512.

@@ -35,20 +35,6 @@ from ipex_core.errors import (
 )
 from ipex_core.kernels import machine
 
-__all__ = [
-    "KERNEL_API",
-    "KNOWN_COMPONENTS",
-    "ComponentStatus",
-    "KernelInfo",
-    "ProviderInfo",
-    "ProviderStatus",
-    "components",
-    "load_component",
-    "load_providers",
-    "provider_for",
-    "providers_loaded",
-]
-
 #: Version of the contract between this core and native kernel packages: op schemas and `ProviderInfo`. It is raised
 #: when kernels built against the old contract would fail or compute something else with the new one.
 KERNEL_API = 1

@@ -11,16 +11,6 @@ from torch.autograd import forward_ad
 
 from ipex_core.library.spec import OpSpec
 
-__all__ = [
-    "VjpOfReference",
-    "check_not_leaf",
-    "differentiate_reference",
-    "flattened",
-    "has_tangent",
-    "mark_overwritten",
-    "tensors_in",
-]
-
 
 def has_tangent(args: Iterable[Any]) -> bool:
     """Return whether a tensor has a derivative that is computed forward."""

@@ -30,28 +30,6 @@ from ipex_core.module_swap.state_dict import (
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.util.symbolic import tracing
 
-__all__ = [
-    "OptimizedModule",
-    "as_original",
-    "below_autograd",
-    "call",
-    "check_recorded",
-    "computed_by",
-    "derive",
-    "has_hooks",
-    "is_stand_in",
-    "needs_grad",
-    "original_class",
-    "rebuild",
-    "record_call",
-    "restore_class",
-    "set_class",
-    "stock_only",
-    "swap",
-    "transformed",
-    "usable_parameters",
-]
-
 #: By their bases, a mixin and a class of the user: the classes that `derive` made.
 _classes: dict[tuple[type, ...], type] = {}
 

@@ -19,8 +19,6 @@ from ipex_core.kernels.policy import find_kernels
 from ipex_core.module_swap.base import has_hooks
 from ipex_core.module_swap.script import MethodOfClass
 
-__all__ = ["FusedForward", "GeneratedForward", "Guard", "generate", "resolve"]
-
 #: What must not have changed: ``(child or "", attribute, attribute of that or "", value)``.
 Guard = tuple[str, str, str, Any]
 

@@ -19,8 +19,6 @@ from torch import nn
 
 from ipex_core.packing.parameter import PackedWeight
 
-__all__ = ["FORGOTTEN", "MethodOfClass", "prepare", "refuse_hook", "stock_forward"]
-
 #: Attributes of a program: the packed weight that our op takes, and otherwise the plain form of a packed weight.
 _PACKED, _WEIGHT = "_script_packed", "_script_weight"
 _IGNORED = "__jit_ignored_attributes__"

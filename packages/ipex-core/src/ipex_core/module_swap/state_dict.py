@@ -31,25 +31,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ipex_core.module_swap.script import FORGOTTEN
 from ipex_core.packing.parameter import PackedWeight, in_layout, pack
 
-__all__ = [
-    "FORMER",
-    "KEY",
-    "ModuleRecord",
-    "ModuleState",
-    "SavedTensor",
-    "attach",
-    "class_of",
-    "detach",
-    "keep",
-    "one_entry",
-    "put_back",
-    "realize",
-    "record_of",
-    "revert",
-    "state_of",
-    "update",
-]
-
 Tensor = torch.Tensor
 #: Position of the low half in a 32-bit number.
 _LOW = 0 if sys.byteorder == "little" else 1

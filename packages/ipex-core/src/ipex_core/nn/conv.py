@@ -23,15 +23,6 @@ from ipex_core.module_swap.state_dict import ModuleState, state_of
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import PackedWeight, captured
 
-__all__ = [
-    "OptimizedConv1d",
-    "OptimizedConv2d",
-    "OptimizedConv3d",
-    "OptimizedConvTranspose1d",
-    "OptimizedConvTranspose2d",
-    "OptimizedConvTranspose3d",
-]
-
 Tensor = torch.Tensor
 
 

@@ -25,24 +25,6 @@ from ipex_core.nn.torchscript import rms_norm as script_rms_norm
 from ipex_core.nn.torchscript import scale_and_shift as script_scale_and_shift
 from ipex_core.nn.torchscript import unfolded as script_unfolded
 
-__all__ = [
-    "IDENTITY_DROPOUTS",
-    "FoldedBatchNorm1d",
-    "FoldedBatchNorm2d",
-    "FoldedBatchNorm3d",
-    "FrozenBatchNorm2d",
-    "OptimizedEmbeddingBag",
-    "OptimizedGELU",
-    "OptimizedGroupNorm",
-    "OptimizedLayerNorm",
-    "OptimizedMultiheadAttention",
-    "OptimizedPReLU",
-    "OptimizedRMSNorm",
-    "OptimizedSoftmax",
-    "OptimizedTransformerEncoder",
-    "OptimizedTransformerEncoderLayer",
-]
-
 Tensor = torch.Tensor
 
 

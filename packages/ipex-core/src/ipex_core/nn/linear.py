@@ -31,16 +31,6 @@ from ipex_core.packing.dense import FORMATS
 from ipex_core.packing.parameter import PackedWeight, captured, pack
 from ipex_core.util.symbolic import tracing
 
-__all__ = [
-    "FusableLinear",
-    "IPEXLinearEltwise",
-    "OptimizedLinear",
-    "finish",
-    "fits",
-    "is_fusable",
-    "lower_linear",
-]
-
 Tensor = torch.Tensor
 
 

@@ -22,15 +22,6 @@ from ipex_core.packing import onednn
 from ipex_core.packing.dense import interleave_gate_up
 from ipex_core.packing.parameter import PackedWeight, captured, pack
 
-__all__ = [
-    "GatedPair",
-    "LinearGroup",
-    "in_inference",
-    "linears",
-    "may_merge",
-    "merge",
-]
-
 Tensor = torch.Tensor
 #: Attribute of the first member of a group, which holds the group.
 _MERGED = "_merged"

@@ -10,8 +10,6 @@ import torch
 
 from ipex_core.packing.experts import interleave
 
-__all__ = ["PackedExperts", "gated_mlp_moe", "pack_experts", "pack_woq_experts"]
-
 Tensor = torch.Tensor
 
 

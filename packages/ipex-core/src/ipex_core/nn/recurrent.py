@@ -16,8 +16,6 @@ from ipex_core.module_swap.base import OptimizedModule, is_stand_in, record_call
 from ipex_core.nn.torchscript import lstm as script_lstm
 from ipex_core.nn.torchscript import recurrent as script_recurrent
 
-__all__ = ["OptimizedGRU", "OptimizedLSTM", "OptimizedRNN"]
-
 Tensor = torch.Tensor
 
 

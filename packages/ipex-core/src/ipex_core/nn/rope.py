@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ROPE_KINDS", "rope_frequencies", "rope_tables"]
-
 Tensor = torch.Tensor
 Scaling = Mapping[str, Any]
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ipex_core.util import quiet
 
-__all__ = ["function"]
-
 
 def linear(
     x: Tensor,

@@ -19,18 +19,6 @@ from ipex_core.library.checks import dtype_name
 from ipex_core.module_swap.base import below_autograd, stock_only
 from ipex_core.module_swap.state_dict import FORMER
 
-__all__ = [
-    "STOCK",
-    "Choice",
-    "TrainingLinear",
-    "choose",
-    "input_gradient",
-    "measure",
-    "product",
-    "weight_gradient",
-    "why_not",
-]
-
 Tensor = torch.Tensor
 
 

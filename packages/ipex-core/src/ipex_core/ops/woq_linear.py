@@ -31,12 +31,6 @@ from ipex_core.ops.woq_weight import stock_args, stock_woq_linear, woq_bench, wo
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout, check_woq_packed
 
-__all__ = [
-    "ACT_QUANT_MODES",
-    "LOWP_MODES",
-    "act_block",
-]
-
 Tensor = torch.Tensor
 
 LOWP_MODES = ("none", "fp16", "bf16", "int8")

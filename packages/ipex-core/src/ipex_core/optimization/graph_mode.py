@@ -24,8 +24,6 @@ from ipex_core.jit._traced import FlatCall
 from ipex_core.optimization.records import Log
 from ipex_core.util import quiet, raised
 
-__all__ = ["GraphCall"]
-
 _trace_lock = threading.Lock()
 _TracerWarning: type[Warning] = torch.jit._trace.TracerWarning
 STEP = "graph_mode"

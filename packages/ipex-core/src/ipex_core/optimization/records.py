@@ -11,17 +11,6 @@ from torch import nn
 
 from ipex_core.module_swap.state_dict import class_of, record_of
 
-__all__ = [
-    "Log",
-    "Options",
-    "Quantization",
-    "Record",
-    "log_of",
-    "name_saved_dtype",
-    "quantization_of",
-    "undo_saved_dtype",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:

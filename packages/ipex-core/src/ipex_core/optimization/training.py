@@ -21,8 +21,6 @@ from ipex_core.optim.steps import step_of
 from ipex_core.optimization.passes.cast import cast_input, held_above
 from ipex_core.optimization.records import Log, Options, name_saved_dtype
 
-__all__ = ["train", "widen_input"]
-
 #: Layers whose weights are cast. They compute in the dtype of their weight, and get their input in it.
 _CAST = (
     nn.Linear,

@@ -33,8 +33,6 @@ from ipex_core.optimization.passes import Context, Pass
 from ipex_core.optimization.records import Log
 from ipex_core.util.import_hooks import constant_when_traced, when_matching
 
-__all__ = ["HuggingFaceAttention", "attention_forward", "register_interface"]
-
 NAME = "ipex"
 #: Arguments of the interface that change what is computed and that our op does not have.
 _FOREIGN = ("position_bias", "cache", "sliding_window_mask")

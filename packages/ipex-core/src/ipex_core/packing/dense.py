@@ -17,24 +17,6 @@ import torch
 from ipex_core.library.checks import read_once
 from ipex_core.library.spec import check, dtype_name
 
-__all__ = [
-    "bytes_text",
-    "HEADER_BYTES",
-    "PANEL",
-    "WINOGRAD",
-    "check_bytes",
-    "check_header",
-    "check_packed",
-    "deinterleave_gate_up",
-    "header",
-    "header_text",
-    "interleave_gate_up",
-    "pack",
-    "packed_bytes",
-    "read_header",
-    "unpack",
-]
-
 HEADER_BYTES = 64
 PANEL = 32
 _MAGIC = 0x57585049  # "IPXW", little endian

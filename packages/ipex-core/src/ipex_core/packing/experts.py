@@ -16,8 +16,6 @@ import torch
 from ipex_core.packing import dense
 from ipex_core.packing.dense import PANEL
 
-__all__ = ["deinterleave", "interleave", "pack", "packed_shape", "padded", "unpack"]
-
 
 def padded(intermediate_size: int) -> int:
     """Return the number of features, rounded up to whole panels."""

@@ -15,8 +15,6 @@ from ipex_core.library.spec import check
 from ipex_core.packing import dense
 from ipex_core.packing.dense import HEADER_BYTES, PANEL, check_bytes
 
-__all__ = ["MAX_DEPTH", "check_header", "check_packed", "pack", "packed_bytes", "unpack"]
-
 FORMAT = 16
 #: Larger K could leave the range of int32 sums.
 MAX_DEPTH = 65536

@@ -20,17 +20,6 @@ from torch.utils._pytree import tree_map_only
 from ipex_core.packing.dense import deinterleave_gate_up
 from ipex_core.packing.woq import dequantize, read_layout
 
-__all__ = [
-    "PackedWeight",
-    "captured",
-    "exporting",
-    "exporting_kernels",
-    "hollow",
-    "in_layout",
-    "pack",
-    "unpack",
-]
-
 Tensor = torch.Tensor
 
 #: Rows for which oneDNN lays out a linear weight. Measured: a hint of 1 costs up to 10 % at large M, no hint costs a

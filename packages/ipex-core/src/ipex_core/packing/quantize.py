@@ -9,23 +9,6 @@ import torch
 
 from ipex_core.library.spec import check
 
-__all__ = [
-    "CODEBOOKS",
-    "DTYPES",
-    "FORMATS",
-    "FP4_VALUES",
-    "NF4_VALUES",
-    "QWEIGHT_DTYPES",
-    "amax",
-    "expand_groups",
-    "pack_nibbles",
-    "power_of_two_scale",
-    "quantize",
-    "to_fp8",
-    "tracing",
-    "unpack_nibbles",
-]
-
 Tensor = torch.Tensor
 
 #: The formats by their id in the binary format.

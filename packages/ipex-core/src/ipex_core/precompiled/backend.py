@@ -21,9 +21,6 @@ from ipex_core.precompiled.run import first_values, run_plan, with_packed_linear
 from ipex_core.precompiled.whole import runner_of
 from ipex_core.precompiled.writes import WRAPPED, drop_writes, why_not
 
-__all__ = ["NoProgramError", "compile_program"]
-
-
 #: A graph with more calls of torch among so many instructions runs faster as Inductor's code.
 _MOST_CALLS = 0.05
 

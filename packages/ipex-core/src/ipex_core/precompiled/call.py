@@ -19,8 +19,6 @@ from ipex_core.precompiled.expressions import Kept, evaluate, solve
 from ipex_core.precompiled.lower import Run
 from ipex_core.precompiled.run import Parts, first_values, run_plan, with_packed_linears
 
-__all__ = ["Precompiled"]
-
 
 class Precompiled:
     """A model as programs; made by `ipex.precompile` or `ipex.load_precompiled`.

@@ -12,8 +12,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["MOST_SIZES", "Kept", "evaluate", "postfix", "solve"]
-
 #: How many kinds of sizes keep the numbers that follow from them.
 MOST_SIZES = 64
 

@@ -33,8 +33,6 @@ from ipex_core.precompiled.run import Parts
 from ipex_core.program import Program, ProgramBuilder, Register
 from ipex_core.program.run import encode
 
-__all__ = ["load", "save"]
-
 _ENDING = ".safetensors"
 #: Keys in the metadata of the file.
 _PLAN, _DIGEST = "ipex.precompiled", "ipex.digest"

@@ -24,18 +24,6 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.recording import record
 from ipex_core.util.symbolic import hints
 
-__all__ = [
-    "INT8_CONV",
-    "Input",
-    "Recorded",
-    "capture",
-    "decompositions",
-    "forms_of",
-    "fuse",
-    "hold",
-    "peak_bytes",
-]
-
 aten = torch.ops.aten
 
 #: What Inductor writes out and kernels do better whole.

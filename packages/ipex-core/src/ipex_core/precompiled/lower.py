@@ -22,8 +22,6 @@ from ipex_core.precompiled.pointwise import Chain, find_chains
 from ipex_core.precompiled.writes import WRAPPED, writing
 from ipex_core.program import Program, ProgramBuilder, Register
 
-__all__ = ["CHOSEN", "Call", "Plan", "Run", "Size", "Slot", "lower"]
-
 aten = torch.ops.aten
 prims = torch.ops.prims
 

@@ -16,8 +16,6 @@ from ipex_core.fusion.aten import number, val
 from ipex_core.library.spec import FLOATS
 from ipex_core.program.builtins import POINTWISE
 
-__all__ = ["Chain", "find_chains"]
-
 aten = torch.ops.aten
 prims = torch.ops.prims
 

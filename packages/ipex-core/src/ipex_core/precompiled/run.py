@@ -16,8 +16,6 @@ from ipex_core.precompiled.graph import Input
 from ipex_core.precompiled.lower import CHOSEN, Call, Plan, Run, Size, Slot
 from ipex_core.precompiled.writes import Writing
 
-__all__ = ["Parts", "first_values", "run_plan", "with_packed_linears"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Parts:

@@ -13,8 +13,6 @@ from typing import Any
 from ipex_core.precompiled.lower import Call, Plan, Run, Size, Slot
 from ipex_core.program import Program, ProgramBuilder, Register
 
-__all__ = ["RUNNERS", "NotWholeError", "Runner", "WholePlan", "runner_of"]
-
 #: Takes the tensors and numbers of `run_plan` and returns what that returns, or None to leave the run to it.
 Runner = Callable[[Sequence[Any], Sequence[int]], list[Any] | None]
 

@@ -19,8 +19,6 @@ from torch import Tensor, fx
 from ipex_core.fusion.aten import val
 from ipex_core.library.spec import FUNCTIONAL
 
-__all__ = ["WRAPPED", "Writing", "drop_writes", "why_not", "writing"]
-
 WRAPPED = torch.ops.higher_order.auto_functionalized_v2
 
 _aten = torch.ops.aten

@@ -13,8 +13,6 @@ from ipex_core.library.checks import check_dtype_in
 from ipex_core.library.spec import CHANNELS_LAST, FLOATS, check, dtype_name
 from ipex_core.ops.conv import MOST
 
-__all__ = ["INT8_CONV", "RESIDUAL", "check_int8_conv", "int8_conv"]
-
 _OP = "int8_conv"
 _ACTIVATIONS = ("none", "relu", "relu6", "silu")
 _RESULTS = (torch.uint8, torch.float32, torch.bfloat16)

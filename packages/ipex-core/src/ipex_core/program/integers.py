@@ -11,8 +11,6 @@ import torch
 
 from ipex_core.library.spec import check, dtype_name
 
-__all__ = ["INTEGER_FUNCTIONS", "check_integer", "gather", "integer", "take"]
-
 _DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _NAMES = ", ".join(map(dtype_name, _DTYPES))
 

@@ -13,8 +13,6 @@ from ipex_core.library.checks import check_dtype_in, dtype_name
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.conv import channels_last as is_channels_last
 
-__all__ = ["POINTWISE", "POINTWISE_FUNCTIONS", "check_pointwise", "pointwise"]
-
 _DTYPES = (*FLOATS, torch.bool)
 
 

@@ -16,15 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = [
-    "also_named",
-    "progress",
-    "quiet",
-    "raised",
-    "return_free_memory",
-    "write_whole",
-]
-
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file completely or not at all: what was there before is not lost to a full disk.

@@ -17,8 +17,6 @@ from ipex_core.errors import IpexError
 from ipex_llm.engine.limits import check_positive, check_prompt
 from ipex_llm.engine.params import EngineStats, Pooling, PoolingParams, SamplingParams, StepOutput
 
-__all__ = ["EncoderEngine"]
-
 log = logging.getLogger("ipex")
 
 Tensor = torch.Tensor

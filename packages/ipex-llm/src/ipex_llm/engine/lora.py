@@ -17,8 +17,6 @@ from ipex_llm.model_runner.lora import Adapter, features_of
 from ipex_llm.records import record_of
 from ipex_quant.util.safetensors import CheckpointError, Entry, read_config, read_header, read_rows
 
-__all__ = ["LoadedAdapter", "Loras", "read_adapter"]
-
 Tensor = torch.Tensor
 
 #: Largest rank and most adapters, where nothing else is said.

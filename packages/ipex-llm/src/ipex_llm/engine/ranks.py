@@ -14,8 +14,6 @@ import torch
 
 from ipex_llm.engine.limits import runner_of
 
-__all__ = ["LeadRunner", "follow", "lead"]
-
 
 class LeadRunner:
     """The runner of rank 0: what it computes the other ranks compute, too.

@@ -21,8 +21,6 @@ import torch
 from ipex_llm.engine.limits import runner_of
 from ipex_llm.engine.request import BlockTables, Place, Request, choose
 
-__all__ = ["DraftModel", "PromptLookup", "SpeculativeConfig", "proposer"]
-
 Tensor = torch.Tensor
 
 Method = Literal["ngram", "draft_model"]

@@ -20,22 +20,6 @@ import torch
 from ipex_core.errors import IpexError
 from ipex_core.ops.kv_cache import QUANTIZED
 
-__all__ = [
-    "CACHE_DTYPES",
-    "CacheShape",
-    "CacheMemoryError",
-    "LayerShape",
-    "PagedCache",
-    "Sequences",
-    "StateShape",
-    "Step",
-    "available_memory",
-    "cache_dtype",
-    "format_bytes",
-    "peak_memory",
-    "resident_memory",
-]
-
 
 class CacheMemoryError(IpexError, MemoryError):
     """The cache of keys and values does not fit the memory, or a request does not fit the cache."""

@@ -20,7 +20,6 @@ from ipex_llm.records import KEY, Record, update
 if TYPE_CHECKING:
     from ipex_llm.model_runner.encoder_decoder import PairRunner
 
-__all__ = ["PairState", "adopt", "give_back", "state_of"]
 
 Tensor = torch.Tensor
 

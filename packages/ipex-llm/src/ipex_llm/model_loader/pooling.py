@@ -11,8 +11,6 @@ from typing import Any
 from ipex_llm.engine.params import Pooling
 from ipex_quant.util.safetensors import CheckpointError, read_config
 
-__all__ = ["PoolingConfig", "encoder_class", "read_pooling"]
-
 #: Names of sentence-transformers.
 _MODES: dict[str, Pooling] = {
     "cls": "first",

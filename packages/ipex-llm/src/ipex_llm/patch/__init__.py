@@ -32,19 +32,6 @@ from ipex_llm.patch.layer import LayerMixin
 from ipex_llm.records import is_sharded, record_of, update
 from ipex_quant.kv_cache import KVCacheScales
 
-__all__ = [
-    "attach_decoder",
-    "attach_layers",
-    "attach_runner",
-    "find_plan",
-    "layer_alone",
-    "optimize_rest",
-    "reattach_layer",
-    "reattach_layers",
-    "row_dtype",
-    "share_random",
-]
-
 
 def find_plan(model: nn.Module) -> tuple[DecoderPlan | None, str | None]:
     """Return the plan of a model, or the reason why there is no plan."""

@@ -24,8 +24,6 @@ from ipex_llm.model_runner.encoder_decoder import PairRunner
 from ipex_llm.patch.decoder import Patch, Reason, given_cache, patch_of, tell, usable_runner
 from ipex_llm.records import record_of, update, without
 
-__all__ = ["PairMixin", "attach_pair", "attach_pair_runner", "find_pair"]
-
 Tensor = torch.Tensor
 
 #: Arguments that say nothing about what is computed here, or are looked at.

@@ -12,8 +12,6 @@ import re
 
 from ipex_core.errors import OpArgumentError
 
-__all__ = ["match"]
-
 #: Ways to try at most, about a tenth of a second.
 _MOST = 5_000_000
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)

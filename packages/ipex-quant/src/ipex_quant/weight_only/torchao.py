@@ -37,8 +37,6 @@ from ipex_quant.weight.tensor import QuantizedWeight
 from ipex_quant.weight_only.checkpoint import linear_from
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-__all__ = ["is_torchao", "read_weight", "replace_torchao", "save_torchao", "torchao_weight"]
-
 Tensor = torch.Tensor
 _FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 _FOUR_BITS = ("int4", "uint4", "int3", "uint3", "int2", "uint2", "int1", "uint1")

@@ -12,17 +12,6 @@ from pathlib import Path
 
 from ipex_runtime.topology.types import Core, CpuListError, Node, parse_cpu_list
 
-__all__ = [
-    "Machine",
-    "affinity",
-    "allowed_memory",
-    "cpuset",
-    "crowded",
-    "quota",
-    "read_machine",
-    "read_text",
-]
-
 
 def read_text(path: Path) -> str:
     """Return the stripped text of a file, or an empty string if it cannot be read."""

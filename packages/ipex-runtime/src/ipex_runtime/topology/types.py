@@ -8,15 +8,6 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-__all__ = [
-    "Core",
-    "CpuListError",
-    "Node",
-    "Topology",
-    "format_cpu_list",
-    "parse_cpu_list",
-]
-
 #: No kernel is configured for more; a list such as 0-4000000000 must not fill the memory.
 MAX_CPUS = 8192
 

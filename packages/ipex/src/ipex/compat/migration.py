@@ -24,15 +24,6 @@ from typing import Any
 
 from ipex_cli.migration_table import OLD_NAME, Row, find, rows
 
-__all__ = [
-    "SUBMODULES",
-    "AliasFinder",
-    "component_names",
-    "install",
-    "resolve",
-    "teach",
-]
-
 
 @functools.cache
 def _modules() -> frozenset[str]:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OnDevice"]
-
 _FACTORIES = frozenset(
     {
         torch.empty,

@@ -34,8 +34,6 @@ from ipex_core.util.console import make_console, warn_if_busy, written
 if TYPE_CHECKING:
     from ipex_core.benchmark import Result
 
-__all__ = ["app", "bench"]
-
 
 class _Kinds(typer.core.TyperGroup):
     """`ops` is the default: `ipex bench` and `ipex bench rms_norm` are `ipex bench ops ...`."""

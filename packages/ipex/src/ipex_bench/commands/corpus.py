@@ -23,7 +23,6 @@ from ipex_core.util.console import make_console, warn_if_busy, writable, written
 if TYPE_CHECKING:
     from ipex_bench.corpus import Case, Measured
 
-__all__ = ["bench_corpus"]
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
 

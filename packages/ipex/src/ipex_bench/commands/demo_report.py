@@ -18,8 +18,6 @@ from rich.text import Text
 
 from ipex_core.benchmark import Ratio, ratio
 
-__all__ = ["Outcome", "Row", "files", "results_table", "rows", "search_text", "write"]
-
 Hits = Sequence[tuple[str, str, Sequence[tuple[float, Any]]]]
 
 

@@ -31,17 +31,6 @@ from ipex_core.benchmark import machine
 from ipex_core.util import write_whole
 from ipex_core.util.console import figure_class, make_console, warn_if_busy, writable, written
 
-__all__ = [
-    "COMMANDS",
-    "Files",
-    "arguments_of",
-    "bench_kind",
-    "choice",
-    "deadline",
-    "make_plan",
-    "native",
-]
-
 _DTYPES = {
     "fp32": "float32",
     "float32": "float32",

@@ -12,8 +12,6 @@ from typing import Any
 from ..task import Prepared, Task, UnsupportedError, greedy
 from . import Peer
 
-__all__ = ["Engine"]
-
 _FORMS = {
     "float32": ("F32", "float32"),
     "bfloat16": ("BF16", "bfloat16"),

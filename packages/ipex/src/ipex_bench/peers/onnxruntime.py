@@ -12,8 +12,6 @@ from typing import Any
 from ..task import Prepared, Task, UnsupportedError, greedy
 from . import Peer
 
-__all__ = ["Engine"]
-
 _HALF = "no bfloat16 kernels: float32"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from ..task import Prepared, Task, UnsupportedError, greedy
 from . import Peer
 
-__all__ = ["Engine"]
-
 
 class Engine(Peer):
     """OpenVINO's CPU plugin."""

@@ -38,19 +38,6 @@ from ipex_core.kernels.policy import prefer_ipex_attention
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
-__all__ = [
-    "COPIES",
-    "Mask",
-    "Match",
-    "Scores",
-    "VIEWS",
-    "find_scores",
-    "fuse_attention",
-    "guard_attention",
-    "spelled",
-    "sum_masks",
-]
-
 aten = torch.ops.aten
 
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)

@@ -26,11 +26,6 @@ from ipex_core.fusion.aten.linear import Activation, against_ours, find_activati
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
-__all__ = [
-    "pack_convolutions",
-    "report_convolutions",
-]
-
 aten = torch.ops.aten
 prims = torch.ops.prims
 

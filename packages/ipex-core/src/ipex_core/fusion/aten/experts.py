@@ -26,8 +26,6 @@ from ipex_core.fusion.aten import (
 )
 from ipex_core.library.spec import FLOATS
 
-__all__ = ["fuse_routing"]
-
 aten = torch.ops.aten
 ipex = torch.ops.ipex
 prims = torch.ops.prims

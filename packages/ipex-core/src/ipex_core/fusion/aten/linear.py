@@ -37,22 +37,6 @@ from ipex_core.ops.linear import activate, apply_epilogue, weight_rows
 from ipex_core.packing.dense import deinterleave_gate_up, interleave_gate_up
 from ipex_core.util.symbolic import hints
 
-__all__ = [
-    "Activation",
-    "VIEWS",
-    "against_ours",
-    "find_activations",
-    "fuse_gated",
-    "fuse_post_ops",
-    "leave_linears",
-    "measured_linear",
-    "measured_step",
-    "pack_linears",
-    "packed_by_torch",
-    "unflattened",
-    "unpack_linears",
-]
-
 aten = torch.ops.aten
 
 

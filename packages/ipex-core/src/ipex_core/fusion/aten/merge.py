@@ -27,8 +27,6 @@ from ipex_core.kernels.policy import prefer_merged_bags, prefer_merged_linears
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
-__all__ = ["merge_bags", "merge_linears"]
-
 aten = torch.ops.aten
 ipex = torch.ops.ipex
 

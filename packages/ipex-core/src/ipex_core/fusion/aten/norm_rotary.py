@@ -33,12 +33,6 @@ from ipex_core.kernels.policy import prefer_ipex_norm, prefer_ipex_rotary
 from ipex_core.library.spec import FLOATS
 from ipex_core.util.symbolic import hints
 
-__all__ = [
-    "fuse_add_norms",
-    "fuse_norms",
-    "fuse_rotary",
-]
-
 aten = torch.ops.aten
 ipex = torch.ops.ipex
 

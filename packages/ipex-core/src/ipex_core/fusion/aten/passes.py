@@ -20,14 +20,6 @@ from ipex_core.fusion.aten.norm_rotary import fuse_add_norms, fuse_norms, fuse_r
 from ipex_core.fusion.aten.woq import fuse_woq
 from ipex_core.library.spec import FLOATS
 
-__all__ = [
-    "PATTERNS",
-    "compile_around_recurrent",
-    "has_recurrent",
-    "run_passes",
-    "split_parameters",
-]
-
 _LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 

@@ -31,8 +31,6 @@ from ipex_core.fusion.aten import (
 from ipex_core.fusion.aten.linear import VIEWS, unflattened
 from ipex_core.library.spec import FLOATS
 
-__all__ = ["fuse_woq"]
-
 aten = torch.ops.aten
 ipex = torch.ops.ipex
 

@@ -23,11 +23,6 @@ from ipex_core.nn.embedding.tables import (
     forward_bags,
 )
 
-__all__ = [
-    "DistMergeEmbeddingBagWithAdaGrad",
-    "exchange",
-]
-
 Tensor = torch.Tensor
 _Way = Callable[[Tensor, Sequence[int], Sequence[int], "dist.ProcessGroup | None"], Tensor]
 

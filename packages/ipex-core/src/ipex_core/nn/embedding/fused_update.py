@@ -24,8 +24,6 @@ from ipex_core.nn.embedding.tables import (
     on_huge_pages,
 )
 
-__all__ = ["AdaGradArgs", "MergedEmbeddingBagWithAdaGrad", "MergedEmbeddingBagWithSGD", "SGDArgs"]
-
 Tensor = torch.Tensor
 
 

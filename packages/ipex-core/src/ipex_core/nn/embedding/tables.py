@@ -24,20 +24,6 @@ from ipex_core.library.kernels import run_op
 from ipex_core.module_swap.base import check_recorded
 from ipex_core.ops.merged_embeddingbag import Bags, quantize_table
 
-__all__ = [
-    "EmbeddingSpec",
-    "Lookups",
-    "MergedEmbeddingBag",
-    "MergedEmbeddingBagWithCat",
-    "PoolingMode",
-    "forward_bags",
-    "gather",
-    "linearize",
-    "lookups_of_input",
-    "no_trails",
-    "on_huge_pages",
-]
-
 Tensor = torch.Tensor
 
 

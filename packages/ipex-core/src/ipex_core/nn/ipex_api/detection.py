@@ -11,15 +11,6 @@ import torch
 
 from ipex_core.library.kernels import run_op
 
-__all__ = [
-    "batch_score_nms",
-    "box_head_nms",
-    "locations_to_boxes",
-    "nms",
-    "parallel_scale_back_batch",
-    "rpn_nms",
-]
-
 Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 

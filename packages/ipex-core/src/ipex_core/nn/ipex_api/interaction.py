@@ -13,8 +13,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ipex_core.library.kernels import autocast_arguments, run_op
 from ipex_core.module_swap.base import transformed
 
-__all__ = ["InteractionFunc", "interaction"]
-
 Tensor = torch.Tensor
 
 

@@ -8,8 +8,6 @@ import torch
 from ipex_core.library.spec import check
 from ipex_core.ops.kv_cache import quantize
 
-__all__ = ["LayerPast", "indirect_access_kv_cache_attention"]
-
 Tensor = torch.Tensor
 
 #: ``(length carrier, key cache, value cache, beam indices)``

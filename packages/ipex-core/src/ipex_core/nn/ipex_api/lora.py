@@ -7,15 +7,6 @@ import torch
 
 from ipex_core.library.spec import check
 
-__all__ = [
-    "bgmv_expand",
-    "bgmv_expand_slice",
-    "bgmv_shrink",
-    "sgmv_expand",
-    "sgmv_expand_slice",
-    "sgmv_shrink",
-]
-
 Tensor = torch.Tensor
 
 

@@ -9,8 +9,6 @@ import torch
 
 from ipex_core.library.kernels import run_op
 
-__all__ = ["roi_align"]
-
 Tensor = torch.Tensor
 
 

@@ -7,13 +7,6 @@ import torch
 
 from ipex_core.errors import OpArgumentError
 
-__all__ = [
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "selective_scan_fn",
-    "selective_state_update",
-]
-
 Tensor = torch.Tensor
 
 

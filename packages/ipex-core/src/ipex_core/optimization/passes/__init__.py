@@ -15,13 +15,6 @@ from ipex_core.library.spec import FLOATS
 from ipex_core.module_swap.state_dict import state_of
 from ipex_core.optimization.records import Log, Options
 
-__all__ = [
-    "Context",
-    "Pass",
-    "run_on",
-    "swap_reason",
-]
-
 
 def run_on(model: nn.Module, sample: Any) -> None:
     """Run a model without gradients on a tuple or list of arguments, or a dict of keyword arguments."""

@@ -32,8 +32,6 @@ from ipex_core.module_swap.state_dict import attach, realize, revert, swap_class
 from ipex_core.optimization.passes import Context, Pass, run_on, swap_reason
 from ipex_core.optimization.records import Log
 
-__all__ = ["Buffers", "Cast", "held_above", "wide_names"]
-
 log = logging.getLogger("ipex")
 
 #: Exact class -> optimized class, for layers that compute with their own weights.

@@ -31,13 +31,6 @@ from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
 from ipex_core.util.symbolic import Recordings, Tracer
 
-__all__ = [
-    "ConvBatchNorm",
-    "Fuse",
-    "LinearBatchNorm",
-    "install",
-]
-
 _FOLDED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: FoldedBatchNorm1d,
     nn.BatchNorm2d: FoldedBatchNorm2d,

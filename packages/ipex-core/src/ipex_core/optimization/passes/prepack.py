@@ -19,16 +19,6 @@ from ipex_core.optimization.passes.cast import LEAVES
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import pack
 
-__all__ = [
-    "ChannelsLast",
-    "Prepack",
-    "auto_channels_last",
-    "disable_auto_channels_last",
-    "enable_auto_channels_last",
-    "measure_conv",
-    "measure_linear",
-]
-
 #: Sequences run as images of height 1. Eight shapes with 1 thread of a Xeon with AMX took, with the conversion of the
 #: input, 0.14 (depthwise) to 1.15 times the time of contiguous weights in float32, and 0.16 to 1.0 times in bfloat16.
 _FORMATS: dict[type[nn.Module], str] = {

@@ -13,8 +13,6 @@ from ipex_core.optimization.passes import Context, Pass, swap_reason
 from ipex_core.optimization.records import Log
 from ipex_core.util import progress, return_free_memory
 
-__all__ = ["Dropout", "GraphMode", "Kernels", "Realize", "Recurrent"]
-
 _RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: inn.OptimizedLSTM}
 
 #: Layers with a kernel of ours -> (optimized class, op).

@@ -11,8 +11,6 @@ from torch import fx
 
 from ipex_core.compile_backend import ipex_backend
 
-__all__ = ["BACKEND", "backend", "choose"]
-
 #: Where vLLM finds the backend.
 BACKEND = f"{__name__}.backend"
 #: vLLM writes what Inductor has compiled to files, by torch's own form, which has no place for programs.

@@ -17,7 +17,6 @@ from ipex_llm.integrations.vllm import compiled, ranks, speculative_ops
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["IpexPlatform"]
 
 _log = logging.getLogger("ipex")
 

@@ -12,8 +12,6 @@ import torch
 
 from ipex_core.util import return_free_memory
 
-__all__ = ["apply_method", "halves", "interleaved", "register_experts", "register_routing"]
-
 Tensor = torch.Tensor
 
 _ORACLE = "vllm.model_executor.layers.fused_moe.oracle.unquantized"

@@ -14,8 +14,6 @@ import torch
 
 from ipex_llm.integrations.vllm import speculative_ops, state_ops
 
-__all__ = ["OPS", "define"]
-
 Tensor = torch.Tensor
 
 

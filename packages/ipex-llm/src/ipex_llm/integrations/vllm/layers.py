@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPS", "PROVIDER", "register_custom_ops", "register_implementations"]
-
 Tensor = torch.Tensor
 _log = logging.getLogger("ipex")
 

@@ -17,8 +17,6 @@ from torch.nn.functional import linear as plain_linear
 from ipex_core.library.spec import FLOATS
 from ipex_core.util import return_free_memory
 
-__all__ = ["register_quantized", "replace_unquantized"]
-
 Tensor = torch.Tensor
 
 _UTILS = "vllm.model_executor.layers.utils"

@@ -20,14 +20,6 @@ from vllm.scalar_type import scalar_types
 from ipex_core.library.spec import FLOATS
 from ipex_core.util import return_free_memory
 
-__all__ = [
-    "TABLES",
-    "IpexFp8BlockKernel",
-    "IpexFp8Kernel",
-    "IpexInt8Kernel",
-    "IpexWeightOnlyKernel",
-]
-
 Tensor = torch.Tensor
 
 #: Type of vLLM -> bits, format of ipex, and what a code without zero points means: ``code - zero``.

@@ -19,8 +19,6 @@ from ipex_core.nn.moe import pack_woq_experts
 from ipex_core.util import return_free_memory
 from ipex_llm.integrations.vllm import experts
 
-__all__ = ["convert_fp8", "register_quantized_experts", "unpack_words"]
-
 Tensor = torch.Tensor
 
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from ipex_core.kernels.machine import cgroup_limits
 
-__all__ = ["Cpu", "bind", "cores_of_ranks", "cores_of_this_machine"]
-
 _log = logging.getLogger("ipex")
 
 #: vLLM's variable: "auto", "nobind", or lists of CPUs with a bar between ranks.

@@ -20,8 +20,6 @@ from vllm.v1.executor import ray_executor_v2
 
 from ipex_llm.integrations.vllm import ranks
 
-__all__ = ["IpexRayExecutor", "IpexRayWorker"]
-
 #: Seconds between two looks whether all ranks run, while an answer is awaited.
 _LOOKS = 1.0
 

@@ -11,17 +11,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = [
-    "copy_and_expand_eagle_inputs",
-    "eagle_prepare_inputs_padded",
-    "eagle_prepare_next_token_padded",
-    "eagle_step_slot_mapping_metadata",
-    "expand",
-    "rejection_greedy_sample",
-    "rejection_random_sample",
-    "sample_recovered_tokens",
-]
-
 Tensor = torch.Tensor
 
 

@@ -25,8 +25,6 @@ from ipex_core.program import Program, Register
 from ipex_llm.distributed import TensorParallel
 from ipex_llm.integrations.vllm.attention import IpexAttentionImpl, IpexMetadata
 
-__all__ = ["OP", "WholeStep", "register"]
-
 Tensor = torch.Tensor
 
 OP = "vllm::unified_attention_with_output.default"
