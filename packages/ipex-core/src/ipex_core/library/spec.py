@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+import string
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -100,6 +102,48 @@ def _signature(schema: str) -> tuple[tuple[str, ...], dict[str, Any], tuple[str,
     return names, defaults, tuple(name for name in names if name not in defaults)
 
 
+def _schema_type(annotation: Any) -> str:
+    if not isinstance(annotation, str):
+        raise TypeError(
+            "the reference of an op must have annotations that are text, got"
+            f" {annotation!r}: import annotations from __future__, or give a schema"
+        )
+    lists = re.sub(r"(?:Sequence|list)\[(\w+)\]", r"\1[]", annotation)
+    return lists.replace("torch.dtype", "ScalarType").replace(" | None", "?")
+
+
+def schema_of(function: Callable[..., Any], mutates: Collection[str] = ()) -> str:
+    """Return the schema that the annotations of a function spell, without a name.
+
+    Args:
+        function: Its module imports ``annotations`` from ``__future__``.
+        mutates: Names of the arguments that it writes to.
+
+    Example:
+        >>> def add(x: Tensor, to: Tensor | None, alpha: float = 1.0) -> Tensor: ...
+        >>> schema_of(add, ["to"])
+        '(Tensor x, Tensor(a!)? to, float alpha=1.0) -> Tensor'
+    """
+    letters, arguments = iter(string.ascii_lowercase), []
+    signature = inspect.signature(function)
+    for name, parameter in signature.parameters.items():
+        argument = f"{_schema_type(parameter.annotation)} {name}"
+        if name in mutates:
+            argument = argument.replace("Tensor", f"Tensor({next(letters)}!)", 1)
+        if isinstance(parameter.default, str):
+            argument += f'="{parameter.default}"'
+        elif parameter.default is not parameter.empty:
+            # 1e-6 and 1e30, which Python spells 1e-06 and 1e+30.
+            argument += f"={parameter.default!r}".replace("e-0", "e-").replace("e+", "e")
+        arguments.append(argument)
+    result = _schema_type(signature.return_annotation)
+    if result == "None":
+        result = "()"
+    elif result.startswith("tuple["):
+        result = f"({result[6:-1]})"
+    return f"({', '.join(arguments)}) -> {result}"
+
+
 # --- specifications ---------------------------------------------------------------------------------------------------
 
 
@@ -156,8 +200,9 @@ class OpSpec:
 
     Attributes:
         name: Name under ``torch.ops.ipex``.
-        schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``. An op that writes to an argument,
-            ``"(Tensor(a!) cache, Tensor rows) -> ()"``, returns nothing or new tensors, never an alias.
+        schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``; left out, what the annotations of the
+            reference spell. An op that writes to an argument, ``"(Tensor(a!) cache, Tensor rows) -> ()"``, returns
+            nothing or new tensors, never an alias.
         reference: The op in plain PyTorch, for any device. It is the meaning of the op.
         check: Validates the arguments of a call, see `bind`; raises `OpArgumentError`. Kernels repeat the same checks
             with the same text.
@@ -181,11 +226,12 @@ class OpSpec:
         lift: Whether the reference is computed in float64 for that comparison. False for ops that move bits or
             whose meaning depends on the dtype of an argument.
         bench: Shapes of the benchmark.
+        mutates: Names of the arguments the op writes to, in the order of the schema; a schema that is given has them.
         summary: One line for tables; the docstring of the reference is the long text.
     """
 
     name: str
-    schema: str
+    schema: str = ""
     reference: Callable[..., Any]
     check: Callable[[Arguments], None]
     fake: Callable[[Arguments], Any]
@@ -204,7 +250,14 @@ class OpSpec:
     )
     lift: bool = True
     bench: Callable[[], Iterable[BenchCase]] | None = None
+    mutates: tuple[str, ...] = ()
     summary: str = ""
+
+    def __post_init__(self) -> None:
+        schema = self.schema or schema_of(self.reference, self.mutates)
+        written = re.findall(r"Tensor\([a-z]!\)(?:\[\])?\??\s+(\w+)", schema)
+        object.__setattr__(self, "schema", schema)
+        object.__setattr__(self, "mutates", tuple(written))
 
     def bind(self, *args: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of a call by the names of the schema, for `check` and `fake`.
@@ -213,11 +266,6 @@ class OpSpec:
             TypeError: There are too many, one is unknown, or one without a default is missing.
         """
         return bind(self.name, self.schema, args, kwargs)
-
-    @property
-    def mutates(self) -> tuple[str, ...]:
-        """Names of the arguments the op writes to, in the order of the schema."""
-        return tuple(re.findall(r"Tensor\([a-z]!\)(?:\[\])?\??\s+(\w+)", self.schema))
 
     @property
     def op(self) -> Any:

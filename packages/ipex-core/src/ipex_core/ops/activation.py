@@ -119,7 +119,6 @@ def _bench_of(
 register(
     OpSpec(
         name="gelu",
-        schema='(Tensor x, str approximate="none") -> Tensor',
         reference=_gelu,
         check=_check,
         fake=lambda a: fake_like(a.x),
@@ -132,7 +131,6 @@ register(
 register(
     OpSpec(
         name="gelu_mul",
-        schema='(Tensor gate, Tensor up, str approximate="none") -> Tensor',
         reference=_gelu_mul,
         check=_mul_check,
         fake=lambda a: fake_like(a.gate),
@@ -172,7 +170,6 @@ def _quick_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="gelu_quick",
-        schema="(Tensor x) -> Tensor",
         reference=_gelu_quick,
         check=lambda a: check_tensor(a.op, "x", a.x, min_dim=0),
         fake=lambda a: fake_like(a.x),
@@ -235,7 +232,6 @@ def _stock(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[Tensor, 
 register(
     OpSpec(
         name=OP,
-        schema='(Tensor grad, Tensor x, str approximate="none") -> (Tensor, Tensor)',
         reference=_gelu_backward,
         check=_backward_check,
         fake=_backward_fake,
@@ -289,7 +285,6 @@ def _gated_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="silu_mul",
-        schema="(Tensor gate, Tensor up) -> Tensor",
         reference=_silu_mul,
         check=_gated_check,
         fake=lambda a: fake_like(a.gate),
@@ -387,7 +382,6 @@ def _gated_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="silu_and_mul",
-        schema="(Tensor x) -> Tensor",
         reference=_silu_and_mul,
         check=lambda a: _check_even(a.op, a.x),
         fake=_gated_fake,
@@ -400,7 +394,6 @@ register(
 register(
     OpSpec(
         name="gelu_and_mul",
-        schema='(Tensor x, str approximate="none") -> Tensor',
         reference=_gelu_and_mul,
         check=_gelu_check,
         fake=_gated_fake,

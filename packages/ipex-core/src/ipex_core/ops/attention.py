@@ -458,11 +458,6 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="attention",
-        schema=(
-            "(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float scale=0.0,"
-            " bool is_causal=False, Tensor? alibi_slopes=None, int window_left=-1, int window_right=-1,"
-            " float softcap=0.0, Tensor? sinks=None, bool bottom_right=False) -> Tensor"
-        ),
         reference=attention_reference,
         check=_check,
         fake=_fake,

@@ -599,11 +599,7 @@ def _indirect_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=INDIRECT_OP,
-        schema=(
-            "(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-            " Tensor beam_idx, int offset, float scale=0.0, Tensor? mask=None, Tensor? alibi_slopes=None,"
-            " bool is_causal=True, float k_scale=1.0, float v_scale=1.0) -> Tensor"
-        ),
+        mutates=("key_cache", "value_cache"),
         reference=_attention,
         check=_indirect_check,
         fake=lambda a: a.query.new_empty(a.query.shape).transpose(1, 2),

@@ -318,10 +318,6 @@ def _update_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="causal_conv1d_fn",
-        schema=(
-            "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? initial_states=None,"
-            ' str activation="silu") -> (Tensor, Tensor)'
-        ),
         reference=_causal_conv1d_fn,
         check=_fn_check,
         fake=_fn_fake,
@@ -336,10 +332,7 @@ register(
 register(
     OpSpec(
         name="causal_conv1d_update",
-        schema=(
-            "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias=None,"
-            ' str activation="none", Tensor? cache_seqlens=None) -> Tensor'
-        ),
+        mutates=("conv_state",),
         reference=_causal_conv1d_update,
         check=_update_check,
         fake=lambda a: fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape),

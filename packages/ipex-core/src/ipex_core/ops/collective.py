@@ -371,9 +371,7 @@ def _gather_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="all_reduce_",
-        schema=(
-            '(Tensor(a!) x, Tensor(b!)? memory, int rank, float timeout=1800.0, str group="") -> ()'
-        ),
+        mutates=("x", "memory"),
         reference=_all_reduce,
         check=_check_reduce,
         fake=lambda a: None,
@@ -387,10 +385,7 @@ register(
 register(
     OpSpec(
         name="all_gather_columns",
-        schema=(
-            "(Tensor x, int[] sizes, Tensor(a!)? memory, int rank, float timeout=1800.0,"
-            ' str group="") -> Tensor'
-        ),
+        mutates=("memory",),
         reference=_all_gather,
         check=_check_gather,
         fake=lambda a: a.x.new_empty(*a.x.shape[:-1], sum(a.sizes)),

@@ -460,11 +460,6 @@ def stock_args(
 register(
     OpSpec(
         name="convolution",
-        schema=(
-            "(Tensor x, Tensor packed_weight, int out_channels, int[] kernel_size, int[] stride, int[] padding,"
-            " int[] dilation, Tensor? bias=None, Tensor? residual=None,"
-            ' str activation="none", int groups=1) -> Tensor'
-        ),
         reference=_convolution,
         check=_check,
         fake=_fake,
@@ -619,10 +614,6 @@ def _norm_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="frozen_batch_norm",
-        schema=(
-            "(Tensor x, Tensor weight, Tensor bias, Tensor running_mean, Tensor running_var,"
-            " float eps) -> Tensor"
-        ),
         reference=_frozen_batch_norm,
         check=_norm_check,
         fake=_norm_fake,

@@ -248,12 +248,6 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=OP,
-        schema=(
-            "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? lengths=None, Tensor? mask=None,"
-            " float scale=0.0, Tensor? alibi_slopes=None, int window_size=-1, float softcap=-1.0,"
-            " Tensor? sinks=None, float k_scale=1.0, float v_scale=1.0, Tensor? key_scales=None,"
-            " Tensor? value_scales=None) -> Tensor"
-        ),
         reference=_decode_attention,
         check=_check,
         fake=_fake,
@@ -433,10 +427,7 @@ def _mla_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=MLA_OP,
-        schema=(
-            "(Tensor query, Tensor(a!) kv_cache, Tensor lengths, float scale, int kv_lora_rank,"
-            " Tensor? block_tables=None, Tensor? new_rows=None) -> Tensor"
-        ),
+        mutates=("kv_cache",),
         reference=_mla,
         check=_mla_check,
         fake=lambda a: a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank),

@@ -191,10 +191,6 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="nms_mask",
-        schema=(
-            "(Tensor boxes, Tensor scores, float threshold, bool is_sorted=False, float offset=1.0,"
-            " float? min_score=None, int max_candidates=0, int max_output=0) -> Tensor"
-        ),
         reference=_nms_mask,
         check=_check,
         fake=lambda a: torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device),
@@ -298,10 +294,6 @@ def _boxes_stock(
 register(
     OpSpec(
         name="locations_to_boxes",
-        schema=(
-            "(Tensor locations, Tensor priors, float center_variance, float size_variance)"
-            " -> Tensor"
-        ),
         reference=_locations_to_boxes,
         check=_boxes_check,
         fake=lambda a: fake_like(a.locations),

@@ -487,14 +487,6 @@ def _stock(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> 
 register(
     OpSpec(
         name="fused_experts",
-        schema=(
-            "(Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids,"
-            ' int intermediate_size, str activation="silu", Tensor? w13_bias=None,'
-            " Tensor? w2_bias=None, Tensor? shared_w13=None, Tensor? shared_w2=None,"
-            " Tensor? shared_weights=None, int shared_intermediate_size=0,"
-            " int experts_start_id=0, int num_experts=0, float swiglu_alpha=1.702,"
-            ' float swiglu_limit=7.0, str lowp_mode="none") -> Tensor'
-        ),
         reference=_fused_experts,
         check=_check,
         fake=lambda a: torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format),
@@ -684,10 +676,6 @@ def _linear_stock(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 register(
     OpSpec(
         name=LINEAR_OP,
-        schema=(
-            "(Tensor x, Tensor packed_weight, Tensor ids, int out_features, Tensor? weights=None,"
-            ' str lowp_mode="none") -> Tensor'
-        ),
         reference=_expert_linear,
         check=_linear_check,
         fake=_linear_fake,

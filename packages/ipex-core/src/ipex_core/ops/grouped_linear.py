@@ -218,11 +218,6 @@ def _stock_args(
 register(
     OpSpec(
         name=OP,
-        schema=(
-            "(Tensor x, Tensor offsets, Tensor packed_weight, int out_features, Tensor? bias=None,"
-            ' Tensor? residual=None, str activation="none", Tensor? mul=None, Tensor? residual2=None,'
-            ' str gate="none") -> Tensor'
-        ),
         reference=_grouped_linear,
         check=_check,
         fake=lambda a: a.x.new_empty(a.x.shape[0], a.out_features),
@@ -370,9 +365,6 @@ def _bmm_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=BMM_OP,
-        schema=(
-            "(Tensor a, Tensor b, Tensor? add=None, float alpha=1.0, int out_features=0) -> Tensor"
-        ),
         reference=_bmm,
         check=_bmm_check,
         fake=_bmm_fake,

@@ -107,7 +107,6 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="pack_int8_weight",
-        schema="(Tensor weight) -> Tensor",
         reference=_pack,
         check=_pack_check,
         fake=_pack_fake,
@@ -121,7 +120,6 @@ register(
 register(
     OpSpec(
         name="unpack_int8_weight",
-        schema="(Tensor packed, int out_features, int in_features) -> Tensor",
         reference=_unpack,
         check=_unpack_check,
         fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=torch.int8),
@@ -421,13 +419,6 @@ def _stock(
 register(
     OpSpec(
         name="int8_linear",
-        schema=(
-            "(Tensor x, Tensor packed_weight, int out_features, Tensor weight_scale,"
-            " Tensor? x_scale=None, Tensor? x_zero=None, Tensor? bias=None, Tensor? residual=None,"
-            ' str activation="none", Tensor? mul=None, Tensor? residual2=None, str gate="none",'
-            ' str act_quant="per_token", bool symmetric=True, ScalarType? dtype=None,'
-            " float output_scale=0.0, int output_zero=0) -> Tensor"
-        ),
         reference=_linear,
         check=_check,
         fake=_fake,
@@ -584,9 +575,6 @@ def _matmul_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=OP,
-        schema=(
-            "(Tensor a, Tensor b, float a_scale, int a_zero, float b_scale, int b_zero) -> Tensor"
-        ),
         reference=_matmul,
         check=_matmul_check,
         fake=_matmul_fake,

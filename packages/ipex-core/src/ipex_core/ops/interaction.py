@@ -194,7 +194,6 @@ _TOLERANCE = {
 register(
     OpSpec(
         name=_FORWARD,
-        schema="(Tensor[] inputs) -> Tensor",
         reference=_interaction,
         check=lambda a: _check_inputs(_FORWARD, a.inputs),
         fake=_fake,
@@ -210,7 +209,6 @@ register(
 register(
     OpSpec(
         name=_BACKWARD,
-        schema="(Tensor grad, Tensor[] inputs) -> Tensor",
         reference=_backward,
         check=_check_backward,
         fake=lambda a: a.grad.new_empty(len(a.inputs), *a.inputs[0].shape),
@@ -395,10 +393,6 @@ def _int8_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=OP,
-        schema=(
-            "(Tensor[] inputs, Tensor scales, ScalarType? dtype=None, float output_scale=0.0,"
-            " int output_zero=0) -> Tensor"
-        ),
         reference=_int8_interaction,
         check=_int8_check,
         fake=_int8_fake,

@@ -410,11 +410,7 @@ for _name, _reference in (
     register(
         OpSpec(
             name=_name,
-            schema=(
-                "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping,"
-                ' str kv_cache_dtype="auto", float k_scale=1.0, float v_scale=1.0,'
-                " Tensor(c!)? key_scales=None, Tensor(d!)? value_scales=None) -> ()"
-            ),
+            mutates=("key_cache", "value_cache", "key_scales", "value_scales"),
             reference=_reference,
             check=_check,
             fake=lambda a: None,
@@ -516,10 +512,7 @@ def _nothing(a: Arguments) -> None:
 register(
     OpSpec(
         name="cache_slots",
-        schema=(
-            "(Tensor query_start_loc, Tensor positions, Tensor block_table, Tensor(a!) slot_mapping,"
-            " int block_size) -> ()"
-        ),
+        mutates=("slot_mapping",),
         reference=_cache_slots,
         check=_cache_slots_check,
         fake=_nothing,

@@ -184,7 +184,6 @@ def _stock(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor
 register(
     OpSpec(
         name="layer_norm",
-        schema="(Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5) -> Tensor",
         reference=_layer_norm,
         check=check_norm,
         fake=fake_norm,
@@ -198,10 +197,6 @@ register(
 register(
     OpSpec(
         name="add_layer_norm",
-        schema=(
-            "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5)"
-            " -> (Tensor, Tensor)"
-        ),
         reference=_add_layer_norm,
         check=check_norm,
         fake=fake_sum,
@@ -216,10 +211,7 @@ register(
 register(
     OpSpec(
         name="add_layer_norm_",
-        schema=(
-            "(Tensor x, Tensor(a!) residual, Tensor? weight, Tensor? bias, float eps=1e-5)"
-            " -> Tensor"
-        ),
+        mutates=("residual",),
         reference=_add_layer_norm_in_place,
         check=check_norm,
         fake=fake_norm,
@@ -434,10 +426,6 @@ def _backward_stock(grad: Tensor, sum: Tensor, weight: Tensor, p: float, *rest: 
 register(
     OpSpec(
         name=OP,
-        schema=(
-            "(Tensor x, Tensor residual, Tensor weight, Tensor bias, float p, Tensor seed, int stream=0,"
-            " float eps=1e-12) -> (Tensor, Tensor)"
-        ),
         reference=_forward,
         check=_dropout_check,
         fake=fake_sum,
@@ -452,10 +440,6 @@ register(
 register(
     OpSpec(
         name=BACKWARD,
-        schema=(
-            "(Tensor grad, Tensor sum, Tensor weight, float p, Tensor seed, int stream=0, float eps=1e-12)"
-            " -> (Tensor, Tensor, Tensor)"
-        ),
         reference=_backward,
         check=_backward_check,
         fake=_backward_fake,

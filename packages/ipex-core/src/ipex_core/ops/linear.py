@@ -274,11 +274,6 @@ def stock_args(
 register(
     OpSpec(
         name="linear",
-        schema=(
-            "(Tensor x, Tensor packed_weight, int out_features, Tensor? bias=None,"
-            ' Tensor? residual=None, str activation="none", Tensor? mul=None, Tensor? residual2=None,'
-            ' str gate="none") -> Tensor'
-        ),
         reference=_linear,
         check=_check,
         fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
@@ -364,7 +359,6 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="pack_linear_weight",
-        schema="(Tensor weight) -> Tensor",
         reference=_pack,
         check=_pack_check,
         fake=_pack_fake,
@@ -377,7 +371,6 @@ register(
 register(
     OpSpec(
         name="unpack_linear_weight",
-        schema="(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
         reference=_unpack,
         check=_unpack_check,
         fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
@@ -477,10 +470,6 @@ def _stock_args(
 register(
     OpSpec(
         name=_OP,
-        schema=(
-            "(Tensor packed, Tensor ids, int num_embeddings, int embedding_dim, ScalarType dtype)"
-            " -> Tensor"
-        ),
         reference=_embedding,
         check=_embedding_check,
         fake=lambda a: a.packed.new_empty(*a.ids.shape, a.embedding_dim, dtype=a.dtype),

@@ -201,10 +201,7 @@ def _conv_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="causal_conv1d_varlen",
-        schema=(
-            "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, str activation,"
-            " Tensor query_starts, Tensor lengths, Tensor slots) -> Tensor"
-        ),
+        mutates=("conv_state",),
         reference=_conv,
         check=_conv_check,
         fake=lambda a: a.x.new_empty(a.x.shape),

@@ -462,38 +462,26 @@ def _fake(a: Arguments) -> None:
     """Return nothing: all results are in ``out``."""
 
 
-_TENSORS = "(Tensor(a!) out, Tensor input, Tensor weights, Tensor indices"
-_OPS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "bgmv_shrink": (_bgmv_shrink, ", float scale=1.0", "First factor of an adapter per row"),
-    "bgmv_expand": (_bgmv_expand, ", bool add_inputs=True", "Second factor of an adapter per row"),
+_OPS: dict[str, tuple[Callable[..., None], str]] = {
+    "bgmv_shrink": (_bgmv_shrink, "First factor of an adapter per row"),
+    "bgmv_expand": (_bgmv_expand, "Second factor of an adapter per row"),
     "bgmv_expand_slice": (
         _bgmv_expand_slice,
-        ", int slice_offset, int slice_size, bool add_inputs=True",
         "Second factor of an adapter per row, into some columns",
     ),
-    "sgmv_shrink": (
-        _sgmv_shrink,
-        ", Tensor seq_lens, float scale=1.0, Tensor? seq_starts=None",
-        "First factor of an adapter per sequence",
-    ),
-    "sgmv_expand": (
-        _sgmv_expand,
-        ", Tensor seq_lens, bool add_inputs=False, Tensor? seq_starts=None",
-        "Second factor of an adapter per sequence",
-    ),
+    "sgmv_shrink": (_sgmv_shrink, "First factor of an adapter per sequence"),
+    "sgmv_expand": (_sgmv_expand, "Second factor of an adapter per sequence"),
     "sgmv_expand_slice": (
         _sgmv_expand_slice,
-        ", Tensor seq_lens, int slice_offset, int slice_size, bool add_inputs=False,"
-        " Tensor? seq_starts=None",
         "Second factor of an adapter per sequence, into some columns",
     ),
 }
 
-for _name, (_reference, _arguments, _summary) in _OPS.items():
+for _name, (_reference, _summary) in _OPS.items():
     register(
         OpSpec(
             name=_name,
-            schema=f"{_TENSORS}{_arguments}) -> ()",
+            mutates=("out",),
             reference=_reference,
             check=check_lora,
             fake=_fake,

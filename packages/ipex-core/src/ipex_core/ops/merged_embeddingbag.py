@@ -210,8 +210,8 @@ def _float_forward(
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
+    pooling_mode: str,
+    include_last_offset: bool,
 ) -> Tensor:
     """Look up rows of T embedding tables and add the rows of each bag, as T calls of ``embedding_bag`` do.
 
@@ -243,8 +243,8 @@ def _cat(
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     dense: Tensor,
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
+    pooling_mode: str,
+    include_last_offset: bool,
 ) -> Tensor:
     """The result of `merged_embeddingbag_forward` for each sample, side by side behind its dense features.
 
@@ -341,8 +341,8 @@ def _float_stock(
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
+    pooling_mode: str,
+    include_last_offset: bool,
 ) -> list[Tensor]:
     return [
         F.embedding_bag(i, w, o, mode=pooling_mode, include_last_offset=include_last_offset)
@@ -355,8 +355,8 @@ def _portable(
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
+    pooling_mode: str,
+    include_last_offset: bool,
 ) -> Any:
     """Do without the op in an exported program that cannot call it: torch 2.13 hands empty lists over as None."""
     if per_sample_weights:
@@ -371,8 +371,8 @@ def _stock_cat(
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     dense: Tensor,
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
+    pooling_mode: str,
+    include_last_offset: bool,
 ) -> Tensor:
     return torch.cat(
         [dense, *_float_stock(weights, indices, offsets, [], pooling_mode, include_last_offset)], 1
@@ -423,15 +423,9 @@ def _bench_for(cat: bool) -> Iterator[BenchCase]:
     return bag_bench(make, moved)
 
 
-_SCHEMA = (
-    "(Tensor[] weights, Tensor[] indices, Tensor[] offsets, {}, str pooling_mode, "
-    "bool include_last_offset) -> Tensor"
-)
-
 register(
     OpSpec(
         name=_FORWARD,
-        schema=_SCHEMA.format("Tensor[] per_sample_weights"),
         reference=_float_forward,
         check=check_bags,
         fake=_float_fake,
@@ -448,7 +442,6 @@ PORTABLE[torch.ops.ipex.merged_embeddingbag_forward.default] = _portable
 register(
     OpSpec(
         name=_CAT,
-        schema=_SCHEMA.format("Tensor dense"),
         reference=_cat,
         check=_check_cat,
         fake=_fake_cat,
@@ -488,8 +481,8 @@ def _int8_forward(
     scales: Sequence[Tensor],
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
-    pooling_mode: str = "sum",
-    include_last_offset: bool = False,
+    pooling_mode: str,
+    include_last_offset: bool,
 ) -> Tensor:
     """Dense features of each sample and the bags of T int8 tables, side by side.
 
@@ -607,10 +600,6 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=_NAME,
-        schema=(
-            "(Tensor dense, Tensor[] weights, Tensor[] scales, Tensor[] indices, Tensor[] offsets,"
-            " str pooling_mode, bool include_last_offset) -> Tensor"
-        ),
         reference=_int8_forward,
         check=_int8_check,
         fake=lambda a: a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1]),

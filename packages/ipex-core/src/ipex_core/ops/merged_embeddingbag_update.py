@@ -342,18 +342,10 @@ def _adagrad_stock_args(*args: Any) -> tuple[Any, ...]:
     return _stock_args(lambda leaves, lr: torch.optim.Adagrad(leaves, lr=lr), args)
 
 
-_BAGS = (
-    "Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, str pooling_mode, "
-    "bool include_last_offset, float lr"
-)
-
 register(
     OpSpec(
         name=_SGD,
-        schema=(
-            "(Tensor[] grads, Tensor(a!)[] weights, Tensor(b!)[] trails, "
-            f"{_BAGS}, float weight_decay) -> ()"
-        ),
+        mutates=("weights", "trails"),
         reference=_sgd,
         check=_check_update,
         fake=lambda a: None,
@@ -370,10 +362,7 @@ register(
 register(
     OpSpec(
         name=_ADAGRAD,
-        schema=(
-            "(Tensor[] grads, Tensor(a!)[] weights, Tensor(b!)[] trails, Tensor(c!)[] hessians, "
-            f"{_BAGS}, float eps) -> ()"
-        ),
+        mutates=("weights", "trails", "hessians"),
         reference=_adagrad,
         check=_check_adagrad,
         fake=lambda a: None,

@@ -268,11 +268,6 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="moe_routing",
-        schema=(
-            '(Tensor router_logits, int top_k, bool renormalize, str scoring_func="softmax",'
-            " int num_expert_group=0, int topk_group=0, Tensor? e_score_correction_bias=None,"
-            " float routed_scaling_factor=1.0, float jitter=0.0) -> (Tensor, Tensor)"
-        ),
         reference=_moe_routing,
         check=_check,
         fake=_fake,
@@ -518,7 +513,6 @@ def _stack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="pack_moe_stack",
-        schema="(Tensor[] packed) -> Tensor",
         reference=_stack,
         check=_stack_check,
         fake=lambda a: a.packed[0].new_empty(len(a.packed), a.packed[0].shape[0]),
@@ -531,7 +525,6 @@ register(
 register(
     OpSpec(
         name="pack_moe_weight",
-        schema="(Tensor weight, bool gated=False) -> Tensor",
         reference=_pack,
         check=_pack_check,
         fake=_pack_fake,
@@ -544,10 +537,6 @@ register(
 register(
     OpSpec(
         name="unpack_moe_weight",
-        schema=(
-            "(Tensor packed, int out_features, int in_features, ScalarType dtype,"
-            " bool gated=False) -> Tensor"
-        ),
         reference=_unpack,
         check=_unpack_check,
         fake=_unpack_fake,

@@ -255,7 +255,6 @@ def _cat_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="split_float_bfloat16",
-        schema="(Tensor x) -> (Tensor, Tensor)",
         reference=_split_float_bfloat16,
         check=lambda a: check_tensor(a.op, "x", a.x, (torch.float32,), min_dim=0),
         fake=_halves,
@@ -270,7 +269,6 @@ register(
 register(
     OpSpec(
         name="cat_bfloat16_float",
-        schema="(Tensor top, Tensor low) -> Tensor",
         reference=_cat_bfloat16_float,
         check=_check_cat,
         fake=lambda a: torch.empty(a.top.shape, dtype=torch.float32, device=a.top.device),

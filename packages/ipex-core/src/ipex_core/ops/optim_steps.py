@@ -139,11 +139,7 @@ def _sgd_bench() -> Iterator[BenchCase]:
 SGD_SPEC = register(
     OpSpec(
         name="sgd_fused_step",
-        schema=(
-            "(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? param2, float momentum,"
-            " float lr, float weight_decay, float dampening, bool nesterov, bool first=False,"
-            " bool maximize=False) -> ()"
-        ),
+        mutates=("param", "momentum_buffer", "param2"),
         reference=_sgd_fused_step,
         check=_sgd_check,
         fake=fake_step,
@@ -220,10 +216,7 @@ def _adagrad_samples(dtype: torch.dtype) -> Iterator[Sample]:
 ADAGRAD_SPEC = register(
     OpSpec(
         name="adagrad_fused_step",
-        schema=(
-            "(Tensor(a!) param, Tensor grad, Tensor(b!) state_sum, Tensor(c!)? param2, float step, float lr,"
-            " float weight_decay, float lr_decay, float eps, bool maximize=False) -> ()"
-        ),
+        mutates=("param", "state_sum", "param2"),
         reference=_adagrad_fused_step,
         check=_adagrad_check,
         fake=fake_step,
@@ -376,11 +369,7 @@ def _adam_bench() -> Iterator[BenchCase]:
 ADAM_SPEC = register(
     OpSpec(
         name="adam_fused_step",
-        schema=(
-            "(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, Tensor grad,"
-            " Tensor(e!)? param2, bool amsgrad, float step, float beta1, float beta2, float lr, float weight_decay,"
-            " float eps, bool decoupled=False, bool maximize=False) -> ()"
-        ),
+        mutates=("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "param2"),
         reference=_adam_fused_step,
         check=_adam_check,
         fake=fake_step,
@@ -470,10 +459,7 @@ def _lamb_samples(dtype: torch.dtype) -> Iterator[Sample]:
 LAMB_SPEC = register(
     OpSpec(
         name="lamb_fused_step",
-        schema=(
-            "(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor grad, Tensor(d!)? param2, int step,"
-            " float beta1, float beta2, float lr, float weight_decay, float eps) -> ()"
-        ),
+        mutates=("param", "exp_avg", "exp_avg_sq", "param2"),
         reference=_lamb_fused_step,
         check=_lamb_check,
         fake=fake_step,
@@ -557,10 +543,7 @@ def _lars_samples(dtype: torch.dtype) -> Iterator[Sample]:
 LARS_SPEC = register(
     OpSpec(
         name="lars_fused_step",
-        schema=(
-            "(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? param2, float momentum, float lr,"
-            " float eeta, float eps, float weight_decay, float dampening, bool nesterov, bool first=False) -> ()"
-        ),
+        mutates=("param", "momentum_buffer", "param2"),
         reference=_lars_fused_step,
         check=_lars_check,
         fake=fake_step,

@@ -139,7 +139,6 @@ def _per_token_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="quantize_per_token",
-        schema="(Tensor x, bool symmetric=True) -> (Tensor, Tensor, Tensor)",
         reference=_per_token,
         check=lambda a: check_tensor(a.op, "x", a.x),
         fake=_per_token_fake,
@@ -256,10 +255,6 @@ def _per_tensor_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="quantize_per_tensor",
-        schema=(
-            "(Tensor x, Tensor? scale=None, Tensor? zero=None, bool symmetric=True)"
-            " -> (Tensor, Tensor, Tensor)"
-        ),
         reference=_per_tensor,
         check=_per_tensor_check,
         fake=_per_tensor_fake,

@@ -168,7 +168,6 @@ def _stock(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 register(
     OpSpec(
         name="rms_norm",
-        schema="(Tensor x, Tensor? weight, float eps=1e-6, float weight_offset=0.0) -> Tensor",
         reference=_rms_norm,
         check=check_norm,
         fake=fake_norm,
@@ -181,10 +180,6 @@ register(
 register(
     OpSpec(
         name="add_rms_norm",
-        schema=(
-            "(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float weight_offset=0.0)"
-            " -> (Tensor, Tensor)"
-        ),
         reference=_add_rms_norm,
         check=check_norm,
         fake=fake_sum,
@@ -198,10 +193,7 @@ register(
 register(
     OpSpec(
         name="add_rms_norm_",
-        schema=(
-            "(Tensor x, Tensor(a!) residual, Tensor? weight, float eps=1e-6,"
-            " float weight_offset=0.0) -> Tensor"
-        ),
+        mutates=("residual",),
         reference=_add_rms_norm_in_place,
         check=check_norm,
         fake=fake_norm,
@@ -394,40 +386,16 @@ def _bench_of(norm: str) -> Callable[[], Iterator[BenchCase]]:
     return bench
 
 
-for _name, _norm, _reference, _schema, _defaults in (
-    (
-        "rms_norm_quant",
-        "rms_norm",
-        _rms_norm_quant,
-        "Tensor x, Tensor? weight, float eps=1e-6, float weight_offset=0.0",
-        (1e-6, 0.0),
-    ),
-    (
-        "add_rms_norm_quant_",
-        "add_rms_norm_",
-        _add_rms_norm_quant,
-        "Tensor x, Tensor(a!) residual, Tensor? weight, float eps=1e-6, float weight_offset=0.0",
-        (1e-6, 0.0),
-    ),
-    (
-        "layer_norm_quant",
-        "layer_norm",
-        _layer_norm_quant,
-        "Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5",
-        (1e-5,),
-    ),
-    (
-        "add_layer_norm_quant_",
-        "add_layer_norm_",
-        _add_layer_norm_quant,
-        "Tensor x, Tensor(a!) residual, Tensor? weight, Tensor? bias, float eps=1e-5",
-        (1e-5,),
-    ),
+for _name, _norm, _reference, _defaults in (
+    ("rms_norm_quant", "rms_norm", _rms_norm_quant, (1e-6, 0.0)),
+    ("add_rms_norm_quant_", "add_rms_norm_", _add_rms_norm_quant, (1e-6, 0.0)),
+    ("layer_norm_quant", "layer_norm", _layer_norm_quant, (1e-5,)),
+    ("add_layer_norm_quant_", "add_layer_norm_", _add_layer_norm_quant, (1e-5,)),
 ):
     register(
         OpSpec(
             name=_name,
-            schema=f"({_schema}, Tensor? scale=None) -> (Tensor, Tensor)",
+            mutates=("residual",) if _name.startswith("add") else (),
             reference=_reference,
             check=_quant_check,
             fake=_quant_fake,

@@ -270,7 +270,6 @@ def _update_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="rnnt_embedding",
-        schema="(Tensor table, Tensor idx, int sos=-1) -> Tensor",
         reference=_rnnt_embedding,
         check=_embedding_check,
         fake=lambda a: a.table.new_empty(a.idx.shape[0], a.table.shape[1]),

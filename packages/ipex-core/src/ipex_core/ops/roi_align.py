@@ -375,10 +375,6 @@ def _backward_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="roi_align",
-        schema=(
-            "(Tensor x, Tensor rois, float spatial_scale, int pooled_height, int pooled_width,"
-            " int sampling_ratio=-1, bool aligned=False) -> Tensor"
-        ),
         reference=_roi_align,
         check=_check,
         fake=_fake,
@@ -394,11 +390,6 @@ register(
 register(
     OpSpec(
         name="roi_align_backward",
-        schema=(
-            "(Tensor grad, Tensor rois, float spatial_scale, int pooled_height,"
-            " int pooled_width, int batch_size, int channels, int height, int width,"
-            " int sampling_ratio, bool aligned, bool is_channels_last) -> Tensor"
-        ),
         reference=_roi_align_backward,
         check=_backward_check,
         fake=_backward_fake,

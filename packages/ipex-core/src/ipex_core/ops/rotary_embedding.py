@@ -299,12 +299,10 @@ def _plain_bench() -> Iterator[BenchCase]:
         )
 
 
-_ARGUMENTS = "Tensor sin, Tensor cos, int rotary_dim, bool rotary_half, Tensor? position_ids=None)"
-
 register(
     OpSpec(
         name="rotary_embedding",
-        schema=f"(Tensor(a!) query, Tensor(b!) key, {_ARGUMENTS} -> ()",
+        mutates=("query", "key"),
         reference=_rotary_embedding,
         check=_plain_check,
         fake=_fake,
@@ -318,7 +316,6 @@ register(
 register(
     OpSpec(
         name="rotary_embedding_functional",
-        schema=f"(Tensor query, Tensor key, {_ARGUMENTS} -> (Tensor, Tensor)",
         reference=_functional,
         check=_check_functional,
         fake=lambda a: (fake_like(a.query), fake_like(a.key)),
@@ -516,11 +513,7 @@ def _batched_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=_OP,
-        schema=(
-            "(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size,"
-            " Tensor cos_sin_cache, bool is_neox, int rot_dim,"
-            " Tensor? cos_sin_cache_offsets=None) -> ()"
-        ),
+        mutates=("query", "key"),
         reference=_batched,
         check=_batched_check,
         fake=_fake,
@@ -620,10 +613,7 @@ def _table_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="rotary_embedding_table",
-        schema=(
-            "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache,"
-            " bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()"
-        ),
+        mutates=("query", "key"),
         reference=_table,
         check=_table_check,
         fake=_fake,

@@ -239,12 +239,7 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=_OP,
-        schema=(
-            "(Tensor(a!) query, Tensor key, Tensor value, Tensor(b!) key_cache,"
-            " Tensor(c!) value_cache, Tensor sin, Tensor cos, Tensor? slot_mapping,"
-            " int rotary_dim, bool rotary_half, Tensor? position_ids=None, float k_scale=1.0,"
-            " float v_scale=1.0) -> ()"
-        ),
+        mutates=("query", "key_cache", "value_cache"),
         reference=_and_cache,
         check=_check,
         fake=lambda a: None,

@@ -183,10 +183,6 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=_OP,
-        schema=(
-            "(Tensor logits, Tensor noise, float temperature=1.0, int top_k=0, float top_p=1.0,"
-            " float min_p=0.0) -> Tensor"
-        ),
         reference=_sample_token,
         check=_check,
         fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
@@ -273,7 +269,6 @@ def _seeded_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="sample_token_seeded",
-        schema="(Tensor logits, Tensor seeds) -> Tensor",
         reference=_seeded,
         check=_seeded_check,
         fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
@@ -332,7 +327,6 @@ def _argmax_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="argmax",
-        schema="(Tensor x) -> Tensor",
         reference=_argmax,
         check=_argmax_check,
         fake=lambda a: a.x.new_empty(a.x.shape[:-1], dtype=torch.int64),

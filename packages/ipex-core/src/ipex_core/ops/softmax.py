@@ -163,7 +163,6 @@ def _bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="softmax",
-        schema="(Tensor x, Tensor? mask=None, float scale=1.0) -> Tensor",
         reference=_softmax,
         check=_check,
         fake=lambda a: fake_like(a.x),
@@ -236,7 +235,6 @@ def _dropout_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="dropout",
-        schema="(Tensor x, float p, Tensor seed, int stream=0) -> Tensor",
         reference=_dropout,
         check=_dropout_check,
         fake=lambda a: fake_like(a.x),
@@ -315,9 +313,6 @@ def _backward_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name=OP,
-        schema=(
-            "(Tensor grad, Tensor probs, float scale, float p, Tensor seed, int stream=0) -> (Tensor, Tensor)"
-        ),
         reference=_backward_backward,
         check=_backward_check,
         fake=lambda a: (fake_like(a.grad), fake_like(a.grad)),

@@ -329,11 +329,6 @@ _TOLERANCE = {
 register(
     OpSpec(
         name="selective_scan_fn",
-        schema=(
-            "(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None,"
-            " Tensor? delta_bias=None, bool delta_softplus=False, Tensor? initial_state=None)"
-            " -> (Tensor, Tensor)"
-        ),
         reference=_selective_scan,
         check=_check,
         fake=_fake,
@@ -547,10 +542,7 @@ def _update_bench() -> Iterator[BenchCase]:
 register(
     OpSpec(
         name="selective_state_update",
-        schema=(
-            "(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None,"
-            " Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False) -> Tensor"
-        ),
+        mutates=("state",),
         reference=_selective_state_update,
         check=_update_check,
         fake=lambda a: fake_like(a.x),

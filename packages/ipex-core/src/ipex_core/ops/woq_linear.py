@@ -247,12 +247,6 @@ def _float_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="woq_linear",
-        schema=(
-            "(Tensor x, Tensor packed_weight, int out_features, Tensor? bias=None,"
-            ' Tensor? residual=None, str activation="none", Tensor? mul=None,'
-            ' Tensor? residual2=None, str gate="none", str lowp_mode="none",'
-            ' str act_quant_mode="none") -> Tensor'
-        ),
         reference=_woq_linear,
         check=_check,
         fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),

@@ -315,10 +315,6 @@ def pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="pack_woq_weight",
-        schema=(
-            "(Tensor qweight, Tensor scales, Tensor? zeros, str format, int in_features,"
-            ' int group_size=-1, Tensor? g_idx=None, str order="dot") -> Tensor'
-        ),
         reference=_pack,
         check=_pack_check,
         fake=_pack_fake,
@@ -487,11 +483,6 @@ def _dequantize_samples(dtype: torch.dtype) -> Iterator[Sample]:
 register(
     OpSpec(
         name="unpack_woq_weight",
-        schema=(
-            "(Tensor packed, int out_features, int in_features, str format, int group_size,"
-            ' ScalarType scale_dtype, str zeros="none", bool block_scales=False, bool g_idx=False,'
-            ' str order="dot") -> (Tensor, Tensor, Tensor, Tensor)'
-        ),
         reference=_unpack,
         check=_unpack_check,
         fake=_unpack_fake,
@@ -505,7 +496,6 @@ register(
 register(
     OpSpec(
         name="dequantize_woq_weight",
-        schema="(Tensor packed, int out_features, int in_features, ScalarType dtype) -> Tensor",
         reference=_dequantize,
         check=_dequantize_check,
         fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),

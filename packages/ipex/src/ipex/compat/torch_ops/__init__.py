@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch.library import Library
 
+from ipex_core.library.spec import schema_of
+
 __all__ = ["alias_names", "alias_op", "python_op"]
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -24,14 +26,17 @@ _NAMES: list[str] = []
 
 
 def alias_op(schema: str, namespace: str = "torch_ipex") -> Callable[[_F], _F]:
-    """Register the decorated function as ``torch.ops.<namespace>.<name of the schema>``."""
+    """Register the decorated function as ``torch.ops.<namespace>.<name of the schema>``.
+
+    Without arguments in ``schema``, they and the result are what the annotations of the function spell.
+    """
     library = _LIBRARIES.get(namespace)
     if library is None:
         library = _LIBRARIES[namespace] = Library(namespace, "FRAGMENT")
 
     def register(function: _F) -> _F:
-        name = schema.partition("(")[0]
-        library.define(schema)
+        name, has_arguments, _ = schema.partition("(")
+        library.define(schema if has_arguments else schema + schema_of(function))
         library.impl(name, function, "CompositeImplicitAutograd")
         _NAMES.append(f"{namespace}::{name}")
         return function

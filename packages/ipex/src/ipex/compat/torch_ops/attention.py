@@ -215,10 +215,7 @@ def _deepseekv2_mla(
 # -- The ops around attention in decoders -----------------------------------------------------------------------------
 
 
-@alias_op(
-    "prepare_4d_causal_attention_mask(Tensor attention_mask, Tensor inputs_embeds,"
-    " Tensor past_kv_len, Tensor finfo_min, int sliding_window) -> Tensor"
-)
+@alias_op("prepare_4d_causal_attention_mask")
 def _prepare_4d_causal_attention_mask(
     attention_mask: Tensor,
     inputs_embeds: Tensor,
@@ -362,10 +359,7 @@ def _deepseek_query(
     return torch.cat((q[..., :offset], _rotate_pairs(q[..., offset:], rows, rotary_dim)), -1)
 
 
-@alias_op(
-    "rotary_position_embedding_deepseek(Tensor q, Tensor kv, Tensor k_pe, Tensor t_emb_pos,"
-    " Tensor t_pos, int N, int H, int offset, int rotary_ndims) -> (Tensor, Tensor, Tensor)"
-)
+@alias_op("rotary_position_embedding_deepseek")
 def _rotary_position_embedding_deepseek(
     q: Tensor,
     kv: Tensor,
@@ -391,10 +385,7 @@ def _rotary_position_embedding_deepseek(
     return query, key, torch.nn.functional.pad(value, (0, H - value.shape[-1]))
 
 
-@alias_op(
-    "rotary_position_embedding_deepseek_v2(Tensor q, Tensor k_pe, Tensor t_emb_pos,"
-    " Tensor t_pos, int N, int H, int offset, int rotary_ndims) -> (Tensor, Tensor)"
-)
+@alias_op("rotary_position_embedding_deepseek_v2")
 def _rotary_position_embedding_deepseek_v2(
     q: Tensor,
     k_pe: Tensor,

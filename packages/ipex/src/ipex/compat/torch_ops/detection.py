@@ -78,17 +78,14 @@ def _roi_align_backward(
     )
 
 
-@alias_op("nms(Tensor dets, Tensor scores, float threshold, bool sorted) -> Tensor")
+@alias_op("nms")
 def _nms(dets: Tensor, scores: Tensor, threshold: float, sorted: bool) -> Tensor:
     from ipex_core.nn import functional
 
     return functional.nms(dets, scores, threshold, sorted)
 
 
-@alias_op(
-    "batch_score_nms(Tensor dets, Tensor scores, float threshold, int max_output)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
+@alias_op("batch_score_nms")
 def _batch_score_nms(
     dets: Tensor, scores: Tensor, threshold: float, max_output: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -144,20 +141,14 @@ def _box_head_nms(
     )
 
 
-@alias_op(
-    "locations_to_boxes(Tensor locations, Tensor priors, float center_variance,"
-    " float size_variance) -> Tensor"
-)
+@alias_op("locations_to_boxes")
 def _locations_to_boxes(
     locations: Tensor, priors: Tensor, center_variance: float, size_variance: float
 ) -> Tensor:
     return _OPS.locations_to_boxes(locations, priors, center_variance, size_variance)  # type: ignore[no-any-return]
 
 
-@alias_op(
-    "parallel_scale_back_batch(Tensor bboxes, Tensor scores, Tensor dboxes_xywh, float scale_xy,"
-    " float scale_wh) -> (Tensor, Tensor)"
-)
+@alias_op("parallel_scale_back_batch")
 def _parallel_scale_back_batch(
     bboxes: Tensor, scores: Tensor, dboxes_xywh: Tensor, scale_xy: float, scale_wh: float
 ) -> tuple[Tensor, Tensor]:

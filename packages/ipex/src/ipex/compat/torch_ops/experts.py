@@ -17,11 +17,7 @@ _OPS = torch.ops.ipex
 _linear = torch.nn.functional.linear
 
 
-@alias_op(
-    "deepseek_moegate(Tensor hidden_states, Tensor scores, Tensor routed_scaling_factor,"
-    " int n_group, int topk_group, int n_routed_experts, int top_k, Tensor? e_score_cbias=None)"
-    " -> (Tensor, Tensor)"
-)
+@alias_op("deepseek_moegate")
 def _deepseek_moegate(
     hidden_states: Tensor,
     scores: Tensor,
@@ -59,11 +55,7 @@ def _deepseek_moegate(
     return best.indices, weights.to(hidden_states.dtype)
 
 
-@alias_op(
-    "grouped_topk(Tensor hidden_states, Tensor gating_output, int topk, bool renormalize,"
-    " int num_expert_group, int topk_group, Tensor e_score_correction_bias,"
-    " Tensor routed_scaling_factor) -> (Tensor, Tensor)"
-)
+@alias_op("grouped_topk")
 def _grouped_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -93,9 +85,7 @@ def _grouped_topk(
     return ids, weights
 
 
-@alias_op(
-    "moe_gate_bmm_forward(Tensor mat1, Tensor mat2, bool is_vnni, int topk, Tensor? scale) -> Tensor"
-)
+@alias_op("moe_gate_bmm_forward")
 def _moe_gate_bmm_forward(
     mat1: Tensor, mat2: Tensor, is_vnni: bool, topk: int, scale: Tensor | None
 ) -> Tensor:
@@ -121,7 +111,7 @@ def _convert_weight_packed(weight: Tensor, use_tuned_block_n: bool) -> Tensor:
     return weight
 
 
-@alias_op("convert_weight_packed_moe_bf16(Tensor weight1, Tensor weight2) -> (Tensor, Tensor)")
+@alias_op("convert_weight_packed_moe_bf16")
 def _convert_weight_packed_moe_bf16(weight1: Tensor, weight2: Tensor) -> tuple[Tensor, Tensor]:
     """Pack ``[E, 2 I, H]``, gate rows first, and ``[E, H, I]`` for ``fused_experts``; any floating dtype."""
     return _OPS.pack_moe_weight(weight1, True), _OPS.pack_moe_weight(weight2)
@@ -219,10 +209,7 @@ def _fused_experts_with_shared(
     return _fused_experts(hidden_states, w1, w2, weights, ids, *rest)  # type: ignore[arg-type]
 
 
-@alias_op(
-    "deepseek_moe_tpp(Tensor hidden_states, Tensor topk_ids, Tensor[] gate_wei, Tensor[] up_wei,"
-    " Tensor[] down_wei, bool tpp_fallback, Tensor routing_weights, bool is_distributed) -> Tensor"
-)
+@alias_op("deepseek_moe_tpp")
 def _deepseek_moe_tpp(
     hidden_states: Tensor,
     topk_ids: Tensor,

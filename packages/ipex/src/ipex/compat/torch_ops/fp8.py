@@ -50,9 +50,7 @@ def _cast_to_fp8(
     return to_fp8(input, scale[idx], dtype)
 
 
-@alias_op(
-    "cast_from_fp8(Tensor input, Tensor scale_inv, int idx, int itype, ScalarType otype) -> Tensor"
-)
+@alias_op("cast_from_fp8")
 def _cast_from_fp8(
     input: Tensor, scale_inv: Tensor, idx: int, itype: int, otype: torch.dtype
 ) -> Tensor:
@@ -94,10 +92,7 @@ def _floats(values: Tensor, dtype: torch.dtype) -> Tensor:
 # --- as on XPU, where a scale belongs to one tensor -------------------------------------------------------------------
 
 
-@alias_op(
-    "cast_to_fp8.Tensor(Tensor input, Tensor? scale, bool stochastic, bool is_amax, ScalarType dtype,"
-    " int[]? scale_shape=None) -> (Tensor, Tensor)"
-)
+@alias_op("cast_to_fp8.Tensor")
 def _cast_tensor_to_fp8(
     input: Tensor,
     scale: Tensor | None,
@@ -117,15 +112,12 @@ def _cast_tensor_to_fp8(
     return to_fp8(input, factor, dtype), largest
 
 
-@alias_op("cast_from_fp8.Tensor(Tensor input, Tensor? scale, ScalarType dtype) -> Tensor")
+@alias_op("cast_from_fp8.Tensor")
 def _cast_tensor_from_fp8(input: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return _scaled(input, scale).to(dtype)
 
 
-@alias_op(
-    "fp8_gemm(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, ScalarType out_dtype,"
-    " Tensor? A_scale_inv=None, Tensor? B_scale_inv=None, Tensor? bias=None, bool accumulate=False) -> Tensor"
-)
+@alias_op("fp8_gemm")
 def _fp8_gemm(
     A: Tensor,
     trans_A: bool,
@@ -150,9 +142,7 @@ def _fp8_gemm(
     return y.to(out_dtype)
 
 
-@alias_op(
-    "fp8_gemm_w8a16(Tensor input, Tensor weight, bool trans, Tensor? scale=None, Tensor? bias=None) -> Tensor"
-)
+@alias_op("fp8_gemm_w8a16")
 def _fp8_gemm_w8a16(
     input: Tensor,
     weight: Tensor,

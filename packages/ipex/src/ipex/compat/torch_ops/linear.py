@@ -57,7 +57,7 @@ def _linear(
     return y if residual is None else y + residual
 
 
-@alias_op("tpp_linear(Tensor t_in, Tensor t_wt, int? out_features=None) -> Tensor")
+@alias_op("tpp_linear")
 def _tpp_linear(t_in: Tensor, t_wt: Tensor, out_features: int | None = None) -> Tensor:
     return _linear("tpp_linear", t_in, t_wt, None, out_features)
 
@@ -76,19 +76,14 @@ for _suffix, _activation in _ACTIVATIONS.items():
     _register_linear(_suffix, _activation)
 
 
-@alias_op(
-    "tpp_linear_mul(Tensor t_in, Tensor t_in1, Tensor t_wt, Tensor t_bias, int? out_features=None) -> Tensor"
-)
+@alias_op("tpp_linear_mul")
 def _tpp_linear_mul(
     t_in: Tensor, t_in1: Tensor, t_wt: Tensor, t_bias: Tensor, out_features: int | None = None
 ) -> Tensor:
     return _linear("tpp_linear_mul", t_in, t_wt, t_bias, out_features, mul=t_in1)
 
 
-@alias_op(
-    "tpp_linear_add(Tensor t_in, Tensor t_in1, Tensor t_wt, Tensor t_bias, float scale,"
-    " int? out_features=None) -> Tensor"
-)
+@alias_op("tpp_linear_add")
 def _tpp_linear_add(
     t_in: Tensor,
     t_in1: Tensor,
@@ -105,10 +100,7 @@ def _tpp_linear_add(
     )
 
 
-@alias_op(
-    "tpp_linear_add_add(Tensor t_in, Tensor t_in1, Tensor t_in2, Tensor t_wt, Tensor t_bias, float scale,"
-    " int? out_features=None) -> Tensor"
-)
+@alias_op("tpp_linear_add_add")
 def _tpp_linear_add_add(
     t_in: Tensor,
     t_in1: Tensor,
@@ -123,10 +115,7 @@ def _tpp_linear_add_add(
     return torch.add(t_in1 + t_in2, y, alpha=scale)
 
 
-@alias_op(
-    "tpp_fused_gate_up_proj(Tensor t_in, Tensor t_wt_gate, Tensor t_bias_gate, Tensor t_wt_up,"
-    " Tensor t_bias_up, int? out_features=None) -> Tensor"
-)
+@alias_op("tpp_fused_gate_up_proj")
 def _tpp_fused_gate_up_proj(
     t_in: Tensor,
     t_wt_gate: Tensor,
@@ -194,7 +183,7 @@ def _bmm(out: Tensor, mat1: Tensor, mat2: Tensor, is_vnni: bool, scale: Tensor |
 # -- Normalizations and the softmax -----------------------------------------------------------------------------------
 
 
-@alias_op("rmsnorm(Tensor input, Tensor weight, float eps) -> Tensor")
+@alias_op("rmsnorm")
 def _rmsnorm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not of_rows(input, weight):
         return times("rmsnorm", input, weight, eps)
@@ -217,10 +206,7 @@ def _add_rmsnorm(
     return output  # type: ignore[no-any-return]
 
 
-@alias_op(
-    "add_layernorm(Tensor a, Tensor b, int alpha, int[] normalized_shape, Tensor? weight_opt,"
-    " Tensor? bias_opt, float eps) -> Tensor"
-)
+@alias_op("add_layernorm")
 def _add_layernorm(
     a: Tensor,
     b: Tensor,

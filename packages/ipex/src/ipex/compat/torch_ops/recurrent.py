@@ -12,10 +12,7 @@ Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 
-@alias_op(
-    "ipex_lstm(Tensor input, Tensor[] hx, Tensor[] params, bool has_biases, int num_layers,"
-    " float dropout_p, bool train, bool bidirectional, bool batch_first) -> (Tensor, Tensor, Tensor)"
-)
+@alias_op("ipex_lstm")
 def _ipex_lstm(
     input: Tensor,
     hx: list[Tensor],
@@ -135,10 +132,7 @@ def _causal_conv1d_update(
     return y, conv_states
 
 
-@alias_op(
-    "selective_scan_fn(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
-    " Tensor? delta_bias, bool delta_softplus, bool return_last_state) -> (Tensor, Tensor)"
-)
+@alias_op("selective_scan_fn")
 def _selective_scan_fn(
     u: Tensor,
     delta: Tensor,

@@ -36,7 +36,7 @@ def _strided(made: Tensor, like: Tensor) -> Tensor:
     return to
 
 
-@alias_op("split_float_bfloat16(Tensor tensor) -> (Tensor, Tensor)")
+@alias_op("split_float_bfloat16")
 def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return both halves, with the strides of the numbers: a step takes them together."""
     top, low = _ops.split_float_bfloat16(tensor)
@@ -238,10 +238,7 @@ def _backward(
     return made
 
 
-@alias_op(
-    "merged_embeddingbag_cat_forward(Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
-    "Tensor dense) -> Tensor"
-)
+@alias_op("merged_embeddingbag_cat_forward")
 def _cat_grads(
     weights: list[Tensor], indices: list[Tensor], offsets: list[Tensor], dense: Tensor
 ) -> Tensor:

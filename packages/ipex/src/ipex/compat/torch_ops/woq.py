@@ -247,10 +247,7 @@ def weight_only_qlinear_prepack(
     return PackedLinear(packed, None if B is None else B.float(), lowp, act, scales, zero_points)
 
 
-@alias_op(
-    "woq_linear_unpack_weight(Tensor W, str W_dtype, int[] W_shape, int lowp_mode) -> Tensor",
-    "ipex_prepack",
-)
+@alias_op("woq_linear_unpack_weight", "ipex_prepack")
 def _unpack_weight(W: Tensor, W_dtype: str, W_shape: list[int], lowp_mode: int) -> Tensor:
     from ipex_core.packing import woq
     from ipex_core.packing.woq import read_layout
@@ -266,11 +263,7 @@ def _unpack_weight(W: Tensor, W_dtype: str, W_shape: list[int], lowp_mode: int) 
     return woq.unpack(W, layout)[0]
 
 
-@alias_op(
-    "woq_linear(Tensor input, Tensor qweight, str weight_dtype, int[] weight_shape,"
-    " Tensor[] weight_scales, Tensor[]? weight_zeros, Tensor[]? bias, Tensor? g_idx,"
-    " int group_size, int lowp_mode, int act_quant_mode, Tensor? compensation=None) -> Tensor"
-)
+@alias_op("woq_linear")
 def _woq_linear(
     input: Tensor,
     qweight: Tensor,
@@ -316,15 +309,12 @@ def _woq_linear(
     )
 
 
-@alias_op("dequantize_nf4(Tensor t, Tensor scales, int group_size, ScalarType out_dtype) -> Tensor")
+@alias_op("dequantize_nf4")
 def _dequantize_nf4(t: Tensor, scales: Tensor, group_size: int, out_dtype: torch.dtype) -> Tensor:
     return _dequantize("dequantize_nf4", t, "nf4", t.shape[-1] * 2, scales, group_size, out_dtype)
 
 
-@alias_op(
-    "dequantize_4bit(Tensor weight, str quant_type, int[] shape, Tensor absmax,"
-    " Tensor? out, int blocksize) -> Tensor"
-)
+@alias_op("dequantize_4bit")
 def _dequantize_4bit(
     weight: Tensor,
     quant_type: str,
