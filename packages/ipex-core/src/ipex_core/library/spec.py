@@ -108,8 +108,8 @@ def _schema_type(annotation: Any) -> str:
             "the reference of an op must have annotations that are text, got"
             f" {annotation!r}: import annotations from __future__, or give a schema"
         )
-    lists = re.sub(r"(?:Sequence|list)\[(\w+)\]", r"\1[]", annotation)
-    return lists.replace("torch.dtype", "ScalarType").replace(" | None", "?")
+    text = annotation.replace("torch.Tensor", "Tensor").replace("torch.dtype", "ScalarType")
+    return re.sub(r"(?:Sequence|list)\[(\w+)\]", r"\1[]", text).replace(" | None", "?")
 
 
 def schema_of(function: Callable[..., Any], mutates: Collection[str] = ()) -> str:

@@ -29,6 +29,7 @@ import torch
 
 from ipex_core.errors import UnknownOpError
 from ipex_core.library.kernels import specs
+from ipex_core.library.spec import schema_of
 from ipex_core.program.builtins import BUILTINS
 from ipex_core.program.run import Instruction, Program, Register, without_owner
 
@@ -56,7 +57,8 @@ class _Signature:
 def _signature(name: str) -> _Signature:
     """Return the parameters and the number of results of an instruction, from its schema."""
     if name in BUILTINS:
-        schema = torch._C.parse_schema(f"ipex::{name}{BUILTINS[name].schema}")
+        text = BUILTINS[name].schema or schema_of(BUILTINS[name].reference)
+        schema = torch._C.parse_schema(f"ipex::{name}{text}")
     else:
         schema = specs()[name].op.default._schema
     parameters = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instructions of a program that are no ops of ipex: views, lookups and a little arithmetic.
 
-Each is written down as an op is, by a schema and a reference in plain PyTorch; the native interpreter has its own
+Each is written down as an op is, by a reference in plain PyTorch; the native interpreter has its own
 versions. They have no entry in ``torch.ops.ipex``: stock PyTorch has an op for each.
 """
 
@@ -20,7 +20,7 @@ from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.ops.linear import activate
 from ipex_core.program import tensors
-from ipex_core.program.int8 import INT8_CONV, RESIDUAL, check_int8_conv, int8_conv
+from ipex_core.program.int8 import INT8_CONV_SUM, RESIDUAL, check_int8_conv, int8_conv
 from ipex_core.program.integers import check_integer, gather, integer, take
 from ipex_core.program.pointwise import POINTWISE, check_pointwise, pointwise
 
@@ -32,20 +32,20 @@ class Builtin:
     """One built-in instruction.
 
     Attributes:
-        schema: As in `OpSpec`.
         reference: The instruction in plain PyTorch.
         view: Whether the result may share the memory of an argument.
         shares: Which argument that is.
         check: Checks, when a program is built, what is known of the arguments then: registers stand for the rest.
         native: Whether the native interpreter has it. A program with one that it lacks runs by the references.
+        schema: As in `OpSpec`: left out, what the annotations of the reference spell.
     """
 
-    schema: str
     reference: Callable[..., Any]
     view: bool = False
     check: Callable[..., None] | None = None
     shares: int = 0
     native: bool = True
+    schema: str = ""
 
 
 def _check_ids(op: str, argument: str, ids: torch.Tensor, rows: int) -> None:
@@ -218,114 +218,54 @@ def copy_(dst: torch.Tensor, src: torch.Tensor) -> None:
 #: The built-ins by name. Those that end in ``_scalar`` are what ``add`` and ``mul`` become for a Python number.
 BUILTINS: Mapping[str, Builtin] = MappingProxyType(
     {
-        "embedding": Builtin("(Tensor weight, Tensor ids) -> Tensor", embedding),
-        "select_rows": Builtin("(Tensor x, Tensor index) -> Tensor", select_rows),
-        "reshape": Builtin("(Tensor x, int[] sizes) -> Tensor", reshape, view=True),
-        "narrow": Builtin(
-            "(Tensor x, int dim, int start, int length) -> Tensor", narrow, view=True
-        ),
-        "transpose": Builtin("(Tensor x, int a, int b) -> Tensor", transpose, view=True),
-        "cast": Builtin("(Tensor x, ScalarType dtype) -> Tensor", cast, view=True),
-        "add": Builtin("(Tensor a, Tensor b) -> Tensor", add),
-        "add_scalar": Builtin("(Tensor a, float b) -> Tensor", add_scalar),
-        "mul": Builtin("(Tensor a, Tensor b) -> Tensor", mul),
-        "mul_scalar": Builtin("(Tensor a, float b) -> Tensor", mul_scalar),
-        "tanh": Builtin("(Tensor x) -> Tensor", tanh),
-        "plain_linear": Builtin(
-            "(Tensor x, Tensor weight, int out_features, Tensor? bias=None, Tensor? residual=None,"
-            ' str activation="none", Tensor? mul=None, Tensor? residual2=None, str gate="none") -> Tensor',
-            plain_linear,
-            native=False,
-        ),
-        "clamp": Builtin("(Tensor a, float low, float high) -> Tensor", clamp),
-        "empty_like": Builtin("(Tensor x) -> Tensor", empty_like),
-        "copy_": Builtin("(Tensor(a!) dst, Tensor src) -> ()", copy_),
-        "permute": Builtin(
-            "(Tensor x, int[] dims) -> Tensor", tensors.permute, True, tensors.check_permute
-        ),
-        "expand": Builtin("(Tensor x, int[] sizes) -> Tensor", tensors.expand, True),
-        "unsqueeze": Builtin("(Tensor x, int dim) -> Tensor", tensors.unsqueeze, True),
-        "squeeze": Builtin("(Tensor x, int dim) -> Tensor", tensors.squeeze, True),
-        "slice": Builtin(
-            "(Tensor x, int dim, int start, int end, int step) -> Tensor",
-            tensors.slice,
-            True,
-            tensors.check_slice,
-        ),
-        "select": Builtin("(Tensor x, int dim, int index) -> Tensor", tensors.select, True),
-        "pointwise": Builtin(
-            "(Tensor[] inputs, int[] code, float[] constants, ScalarType dtype) -> Tensor",
-            pointwise,
-            check=check_pointwise,
-        ),
-        "contiguous": Builtin("(Tensor x) -> Tensor", tensors.contiguous, True),
-        "channels_last": Builtin("(Tensor x) -> Tensor", tensors.channels_last, True),
-        "cat": Builtin(
-            "(Tensor[] tensors, int dim) -> Tensor", tensors.cat, check=tensors.check_cat
-        ),
-        "pad": Builtin(
-            "(Tensor x, int[] padding, float value) -> Tensor", tensors.pad, check=tensors.check_pad
-        ),
-        "max_pool2d": Builtin(
-            "(Tensor x, int[] kernel_size, int[] stride, int[] padding, int[] dilation,"
-            " bool ceil_mode) -> Tensor",
-            tensors.max_pool2d,
-            check=tensors.check_max_pool2d,
-        ),
-        "avg_pool2d": Builtin(
-            "(Tensor x, int[] kernel_size, int[] stride, int[] padding, bool ceil_mode,"
-            " bool count_include_pad, int? divisor_override) -> Tensor",
-            tensors.avg_pool2d,
-            check=tensors.check_avg_pool2d,
-        ),
+        "embedding": Builtin(embedding),
+        "select_rows": Builtin(select_rows),
+        "reshape": Builtin(reshape, view=True),
+        "narrow": Builtin(narrow, view=True),
+        "transpose": Builtin(transpose, view=True),
+        "cast": Builtin(cast, view=True),
+        "add": Builtin(add),
+        "add_scalar": Builtin(add_scalar),
+        "mul": Builtin(mul),
+        "mul_scalar": Builtin(mul_scalar),
+        "tanh": Builtin(tanh),
+        "plain_linear": Builtin(plain_linear, native=False),
+        "clamp": Builtin(clamp),
+        "empty_like": Builtin(empty_like),
+        "copy_": Builtin(copy_, schema="(Tensor(a!) dst, Tensor src) -> ()"),
+        "permute": Builtin(tensors.permute, True, tensors.check_permute),
+        "expand": Builtin(tensors.expand, True),
+        "unsqueeze": Builtin(tensors.unsqueeze, True),
+        "squeeze": Builtin(tensors.squeeze, True),
+        "slice": Builtin(tensors.slice, True, tensors.check_slice),
+        "select": Builtin(tensors.select, True),
+        "pointwise": Builtin(pointwise, check=check_pointwise),
+        "contiguous": Builtin(tensors.contiguous, True),
+        "channels_last": Builtin(tensors.channels_last, True),
+        "cat": Builtin(tensors.cat, check=tensors.check_cat),
+        "pad": Builtin(tensors.pad, check=tensors.check_pad),
+        "max_pool2d": Builtin(tensors.max_pool2d, check=tensors.check_max_pool2d),
+        "avg_pool2d": Builtin(tensors.avg_pool2d, check=tensors.check_avg_pool2d),
         "depthwise_convolution": Builtin(
-            "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation,"
-            ' str activation="none") -> Tensor',
-            tensors.depthwise_convolution,
-            check=tensors.check_depthwise_convolution,
+            tensors.depthwise_convolution, check=tensors.check_depthwise_convolution
         ),
-        "integer": Builtin(
-            "(Tensor[] inputs, str function, ScalarType dtype) -> Tensor",
-            integer,
-            check=check_integer,
-        ),
-        "take": Builtin("(Tensor x, int dim, Tensor index) -> Tensor", take),
-        "gather": Builtin("(Tensor x, int dim, Tensor index) -> Tensor", gather),
-        "int8_conv": Builtin(INT8_CONV.format("Tensor?"), int8_conv, check=check_int8_conv),
+        "integer": Builtin(integer, check=check_integer),
+        "take": Builtin(take),
+        "gather": Builtin(gather),
+        "int8_conv": Builtin(int8_conv, check=check_int8_conv),
         # Writes the result into the residual.
-        "int8_conv_sum_": Builtin(
-            INT8_CONV.format("Tensor(a!)"), int8_conv, True, check_int8_conv, RESIDUAL
-        ),
-        "group_norm": Builtin(
-            "(Tensor x, int groups, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-            tensors.group_norm,
-            check=tensors.check_group_norm,
-        ),
+        "int8_conv_sum_": Builtin(int8_conv, True, check_int8_conv, RESIDUAL, schema=INT8_CONV_SUM),
+        "group_norm": Builtin(tensors.group_norm, check=tensors.check_group_norm),
         "upsample_bilinear2d": Builtin(
-            "(Tensor x, int height, int width, bool align_corners, float scale_h, float scale_w)"
-            " -> Tensor",
             tensors.upsample_bilinear2d,
             check=functools.partial(tensors.check_size, "upsample_bilinear2d"),
         ),
         "upsample_nearest2d": Builtin(
-            "(Tensor x, int height, int width, float scale_h, float scale_w) -> Tensor",
             tensors.upsample_nearest2d,
             check=functools.partial(tensors.check_size, "upsample_nearest2d"),
         ),
-        "mean": Builtin(
-            "(Tensor x, int[] dims, bool keepdim) -> Tensor",
-            tensors.mean,
-            check=functools.partial(tensors.check_dims, "mean"),
-        ),
-        "sum": Builtin(
-            "(Tensor x, int[] dims, bool keepdim) -> Tensor",
-            tensors.sum,
-            check=functools.partial(tensors.check_dims, "sum"),
-        ),
-        "amax": Builtin(
-            "(Tensor x, int[] dims, bool keepdim) -> Tensor",
-            tensors.amax,
-            check=functools.partial(tensors.check_dims, "amax"),
-        ),
+        "mean": Builtin(tensors.mean, check=functools.partial(tensors.check_dims, "mean")),
+        "sum": Builtin(tensors.sum, check=functools.partial(tensors.check_dims, "sum")),
+        "amax": Builtin(tensors.amax, check=functools.partial(tensors.check_dims, "amax")),
     }
 )

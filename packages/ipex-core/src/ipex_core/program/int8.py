@@ -16,11 +16,11 @@ from ipex_core.ops.conv import MOST
 _OP = "int8_conv"
 _ACTIVATIONS = ("none", "relu", "relu6", "silu")
 _RESULTS = (torch.uint8, torch.float32, torch.bfloat16)
-#: The schema of both, but for the type of the residual.
-INT8_CONV = (
+#: The schema of ``int8_conv_sum_``, which needs a residual.
+INT8_CONV_SUM = (
     "(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
     " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
-    " float output_scale, int output_zero, {} residual, float residual_scale, int residual_zero) -> Tensor"
+    " float output_scale, int output_zero, Tensor(a!) residual, float residual_scale, int residual_zero) -> Tensor"
 )
 #: The place of the residual.
 RESIDUAL = 14

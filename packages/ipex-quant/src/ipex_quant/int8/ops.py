@@ -271,24 +271,10 @@ def _on_device(
 
 
 def _fake_conv(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    stride, padding, dilation = args[4:7]
-    dims = range(weight.dim() - 2)
-    lead = x.shape[: x.dim() - len(dims) - 1]
-    sizes = [
-        (x.shape[i - len(dims)] + 2 * padding[i] - dilation[i] * (weight.shape[i + 2] - 1) - 1)
-        // stride[i]
-        + 1
-        for i in dims
-    ]
-    shape = (*lead, weight.shape[0], *sizes)
-    result = x.new_empty(shape, dtype=args[9])
-    if result.dim() == weight.dim() == 4:
-        result = result.to(memory_format=torch.channels_last)
-    if result.dim() == weight.dim() == 5:
-        result = result.to(memory_format=torch.channels_last_3d)
-    if weight.dim() == 3 and result.dim() == 3:
-        result = result.transpose(1, 2).contiguous().transpose(1, 2)
-    return result
+    result = x.new_empty(_sizes(x, weight, *args[4:7]), dtype=args[9])
+    if weight.dim() == result.dim() == 3:
+        return result.transpose(1, 2).contiguous().transpose(1, 2)
+    return _in_layout(result, weight.dim())
 
 
 for _name, _kind, _kernel in (

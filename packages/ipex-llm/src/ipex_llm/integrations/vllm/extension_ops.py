@@ -89,150 +89,96 @@ def _dynamic_per_token_scaled_fp8_quant(
     _to_fp8(result, input, scale[: input.shape[0]])
 
 
-class ExtensionOp(NamedTuple):
-    """An op of ``_C``: its signature, what computes it, and what shape and dtype the result has."""
+def _nothing(*args: Any) -> None:
+    del args
 
-    signature: str
+
+class ExtensionOp(NamedTuple):
+    """An op of ``_C``, whose signature is what the annotations of its function spell.
+
+    Attributes:
+        function: What computes it.
+        mutates: Names of the arguments that it writes to.
+        fake: What shape and dtype the result has.
+        signature: Where annotations cannot spell it: the result is an argument.
+    """
+
     function: Callable[..., Any]
-    fake: Callable[..., Any]
+    mutates: tuple[str, ...] = ()
+    fake: Callable[..., Any] = _nothing
+    signature: str = ""
 
 
 def _one_of_each_row(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-def _nothing(*args: Any) -> None:
-    del args
-
-
-_DRAFTS = "Tensor cu_num_draft_tokens, Tensor draft_token_ids"
-
 #: Name without its ending -> op of speculative decoding.
 SPECULATIVE = {
-    name: ExtensionOp(signature + " -> ()", function, _nothing)
-    for name, signature, function in (
+    function.__name__: ExtensionOp(function, mutates)
+    for function, mutates in (
+        (speculative_ops.rejection_greedy_sample, ("output_token_ids",)),
+        (speculative_ops.rejection_random_sample, ("output_token_ids",)),
+        (speculative_ops.expand, ("output",)),
+        (speculative_ops.sample_recovered_tokens, ("output_token_ids",)),
         (
-            "rejection_greedy_sample",
-            f"(Tensor(a!) output_token_ids, {_DRAFTS}, Tensor target_argmax, Tensor bonus_token_ids,"
-            " Tensor? is_greedy, int max_spec_len)",
-            speculative_ops.rejection_greedy_sample,
-        ),
-        (
-            "rejection_random_sample",
-            f"(Tensor(a!) output_token_ids, {_DRAFTS}, Tensor? draft_probs, Tensor target_probs,"
-            " Tensor bonus_token_ids, Tensor recovered_token_ids, Tensor uniform_probs, Tensor is_greedy,"
-            " int max_spec_len, int vocab_size, bool no_draft_probs)",
-            speculative_ops.rejection_random_sample,
-        ),
-        (
-            "expand",
-            "(Tensor(a!) output, Tensor input, Tensor cu_num_tokens, int replace_from, int replace_to)",
-            speculative_ops.expand,
-        ),
-        (
-            "sample_recovered_tokens",
-            f"(Tensor(a!) output_token_ids, {_DRAFTS}, Tensor? draft_probs, Tensor target_probs, Tensor inv_q,"
-            " int vocab_size, bool no_draft_probs)",
-            speculative_ops.sample_recovered_tokens,
-        ),
-        (
-            "eagle_prepare_inputs_padded",
-            "(Tensor cu_num_draft_tokens, Tensor valid_sampled_tokens_count, Tensor query_start_loc,"
-            " Tensor(a!) token_indices_to_sample, Tensor(b!) num_rejected_tokens, int num_reqs)",
             speculative_ops.eagle_prepare_inputs_padded,
+            ("token_indices_to_sample", "num_rejected_tokens"),
         ),
         (
-            "eagle_prepare_next_token_padded",
-            "(Tensor sampled_token_ids, Tensor discard_request_mask, Tensor backup_next_token_ids,"
-            " Tensor(a!) next_token_ids, Tensor(b!) valid_sampled_tokens_count, int vocab_size,"
-            " int num_sampled_tokens_per_req, int num_reqs)",
             speculative_ops.eagle_prepare_next_token_padded,
+            ("next_token_ids", "valid_sampled_tokens_count"),
         ),
         (
-            "eagle_step_slot_mapping_metadata",
-            "(Tensor positions, Tensor block_table, Tensor(a!) seq_lens, Tensor(b!) out_clamped_positions,"
-            " Tensor(c!) out_slot_mapping, int block_size, int max_model_len, int pad_id)",
             speculative_ops.eagle_step_slot_mapping_metadata,
+            ("seq_lens", "out_clamped_positions", "out_slot_mapping"),
         ),
         (
-            "copy_and_expand_eagle_inputs",
-            "(Tensor target_token_ids, Tensor target_positions, Tensor next_token_ids, Tensor(a!) out_input_ids,"
-            " Tensor(b!) out_positions, Tensor(c!) out_is_rejected_token_mask, Tensor(d!)"
-            " out_is_masked_token_mask, Tensor(e!) out_new_token_indices, Tensor(f!) out_hidden_state_mapping,"
-            " Tensor query_start_loc, Tensor query_end_loc, int padding_token_id, int"
-            " parallel_drafting_token_id, int total_input_tokens, int num_padding_slots_per_request,"
-            " bool shift_input_ids)",
             speculative_ops.copy_and_expand_eagle_inputs,
+            (
+                *("out_input_ids", "out_positions", "out_is_rejected_token_mask"),
+                *("out_is_masked_token_mask", "out_new_token_indices", "out_hidden_state_mapping"),
+            ),
         ),
     )
 }
 
-_GATES = "Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b"
-_SOFTPLUS = "bool use_qk_l2norm_in_kernel, float softplus_beta=1.0, float softplus_threshold=20.0"
+
+def _like_first(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
 
 #: Name -> op of recurrent layers.
 RECURRENT = {
-    name: ExtensionOp(signature, getattr(state_ops, name), fake)
-    for name, signature, fake in (
-        (
-            "causal_conv1d_fwd_cpu",
-            "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_states, Tensor query_start_loc,"
-            " Tensor cache_indices, Tensor? has_initial_state, bool silu_activation, int pad_slot_id,"
-            " bool is_weight_packed) -> Tensor",
-            lambda x, *rest: torch.empty_like(x),
+    op.function.__name__: op
+    for op in (
+        ExtensionOp(state_ops.causal_conv1d_fwd_cpu, ("conv_states",), _like_first),
+        ExtensionOp(state_ops.causal_conv1d_update_cpu, ("conv_states",), _like_first),
+        ExtensionOp(state_ops.causal_conv1d_update_cpu_vec, ("conv_state",), _like_first),
+        ExtensionOp(
+            state_ops.fused_gdn_gating_cpu,
+            fake=lambda A_log, a, *rest: (a.new_empty((1, *a.shape), dtype=torch.float32),) * 2,
         ),
-        (
-            "causal_conv1d_update_cpu",
-            "(Tensor x, Tensor(a!) conv_states, Tensor weight, Tensor? bias, bool silu_activation,"
-            " Tensor? num_accepted_tokens, Tensor conv_state_indices, int pad_slot_id,"
-            " bool is_weight_packed) -> Tensor",
-            lambda x, *rest: torch.empty_like(x),
-        ),
-        (
-            "causal_conv1d_update_cpu_vec",
-            "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, str? activation,"
-            " Tensor? conv_state_indices, Tensor? query_start_loc, int pad_slot_id) -> Tensor",
-            lambda x, *rest: torch.empty_like(x),
-        ),
-        (
-            "fused_gdn_gating_cpu",
-            "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
-            lambda A_log, a, *rest: (a.new_empty((1, *a.shape), dtype=torch.float32),) * 2,
-        ),
-        (
-            "chunk_gated_delta_rule_cpu",
-            "(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) initial_state,"
+        ExtensionOp(
+            state_ops.chunk_gated_delta_rule_cpu,
+            fake=lambda query, key, value, g, beta, state, *rest: (torch.empty_like(value), state),
+            signature="(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) initial_state,"
             " bool output_final_state, Tensor cu_seqlens, bool head_first,"
             " bool use_qk_l2norm_in_kernel, Tensor initial_state_indices, float eps=1e-05)"
             " -> (Tensor, Tensor(a!))",
-            lambda query, key, value, g, beta, state, *rest: (torch.empty_like(value), state),
         ),
-        (
-            "fused_sigmoid_gating_delta_rule_update_cpu",
-            f"({_GATES}, Tensor(a!) initial_state_source, Tensor initial_state_indices,"
-            f" Tensor cu_seqlens, {_SOFTPLUS}) -> Tensor",
+        ExtensionOp(
+            state_ops.fused_sigmoid_gating_delta_rule_update_cpu,
+            ("initial_state_source",),
             lambda A_log, dt_bias, q, k, v, *rest: torch.empty_like(v[0].unsqueeze(1)),
         ),
-        (
-            "fused_sigmoid_gating_delta_rule_update_spec_cpu",
-            f"({_GATES}, Tensor(a!) initial_state_source, Tensor spec_state_indices,"
-            f" Tensor num_accepted_tokens, Tensor cu_seqlens, {_SOFTPLUS}) -> Tensor",
+        ExtensionOp(
+            state_ops.fused_sigmoid_gating_delta_rule_update_spec_cpu,
+            ("initial_state_source",),
             lambda A_log, dt_bias, q, k, v, *rest: torch.empty_like(v),
         ),
-        (
-            "mamba_chunk_scan_fwd_cpu",
-            "(Tensor(a!) out, Tensor(b!) final_states, Tensor x, Tensor dt, Tensor A, Tensor B,"
-            " Tensor C, Tensor? D, Tensor? z, Tensor cu_seqlens) -> ()",
-            _nothing,
-        ),
-        (
-            "selective_state_update_cpu",
-            "(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,"
-            " Tensor? dt_bias, bool dt_softplus, Tensor? state_batch_indices,"
-            " Tensor? dst_state_batch_indices, int null_block_id, Tensor(b!) out,"
-            " Tensor? num_accepted_tokens, Tensor? cu_seqlens) -> ()",
-            _nothing,
-        ),
+        ExtensionOp(state_ops.mamba_chunk_scan_fwd_cpu, ("out", "final_states")),
+        ExtensionOp(state_ops.selective_state_update_cpu, ("state", "out")),
     )
 }
 
@@ -247,34 +193,14 @@ NATIVE: dict[str, Callable[..., Any]] = {
 
 #: Name -> op that is made of ops of ipex.
 OPS = {
-    **{
-        name: ExtensionOp("(Tensor(a!) out, Tensor input) -> ()", function, _nothing)
-        for name, function in (
-            ("gelu_new", _gelu_tanh),
-            ("gelu_fast", _gelu_tanh),
-            ("gelu_quick", _gelu_quick),
-        )
-    },
-    "mla_decode_kvcache": ExtensionOp(
-        "(Tensor(a!) out, Tensor query, Tensor kv_cache, float scale, Tensor block_tables,"
-        " Tensor seq_lens) -> ()",
-        _mla_decode_kvcache,
-        _nothing,
-    ),
-    "static_scaled_fp8_quant": ExtensionOp(
-        "(Tensor(a!) result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()",
-        _static_scaled_fp8_quant,
-        _nothing,
-    ),
-    "dynamic_scaled_fp8_quant": ExtensionOp(
-        "(Tensor(a!) result, Tensor input, Tensor(b!) scale) -> ()",
-        _dynamic_scaled_fp8_quant,
-        _nothing,
-    ),
+    "gelu_new": ExtensionOp(_gelu_tanh, ("out",)),
+    "gelu_fast": ExtensionOp(_gelu_tanh, ("out",)),
+    "gelu_quick": ExtensionOp(_gelu_quick, ("out",)),
+    "mla_decode_kvcache": ExtensionOp(_mla_decode_kvcache, ("out",)),
+    "static_scaled_fp8_quant": ExtensionOp(_static_scaled_fp8_quant, ("result",)),
+    "dynamic_scaled_fp8_quant": ExtensionOp(_dynamic_scaled_fp8_quant, ("result", "scale")),
     "dynamic_per_token_scaled_fp8_quant": ExtensionOp(
-        "(Tensor(a!) result, Tensor input, Tensor(b!) scale, Tensor? scale_ub=None) -> ()",
-        _dynamic_per_token_scaled_fp8_quant,
-        _nothing,
+        _dynamic_per_token_scaled_fp8_quant, ("result", "scale")
     ),
     **{f"{name}_kernel_impl": op for name, op in SPECULATIVE.items()},
     **RECURRENT,
@@ -291,6 +217,7 @@ def define() -> tuple[str, ...]:
     """
     import ipex_core  # noqa: F401  (registers the ops that these call)
     from ipex_core.kernels.providers import provider_for
+    from ipex_core.library.spec import schema_of
 
     lacking = [name for name in (*NATIVE, *OPS) if not hasattr(torch.ops._C, name)]
     if not lacking:
@@ -309,7 +236,7 @@ def define() -> tuple[str, ...]:
             torch.library.register_fake(f"_C::{name}", NATIVE[name], lib=library)
             continue
         op = OPS[name]
-        library.define(name + op.signature)
+        library.define(name + (op.signature or schema_of(op.function, op.mutates)))
         library.impl(name, op.function, "CPU")
         torch.library.register_fake(f"_C::{name}", op.fake, lib=library)
     return tuple(lacking)
