@@ -39,26 +39,20 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time see __getattr__
     from ipex_runtime.topology import format_cpu_list as format_cpu_list
     from ipex_runtime.topology import parse_cpu_list as parse_cpu_list
 
-#: Public name -> module that has it.
-_LAZY: dict[str, str] = {
-    "_MultiStreamBenchmarkModule": "ipex_runtime.multi_stream",
-    "CPUPool": "ipex_runtime.cpupool",
-    "format_cpu_list": "ipex_runtime.topology",
-    "get_core_list_of_node_id": "ipex_runtime.runtime_utils",
-    "get_default_num_streams": "ipex_runtime.multi_stream",
-    "get_num_cores_per_node": "ipex_runtime.runtime_utils",
-    "get_num_nodes": "ipex_runtime.runtime_utils",
-    "is_runtime_ext_enabled": "ipex_runtime.cpupool",
-    "MultiStreamBenchmarkModule": "ipex_runtime.multi_stream",
-    "MultiStreamModule": "ipex_runtime.multi_stream",
-    "MultiStreamModuleHint": "ipex_runtime.multi_stream",
-    "parse_cpu_list": "ipex_runtime.topology",
-    "pin": "ipex_runtime.cpupool",
-    "place_memory": "ipex_runtime.memory",
-    "set_memory_policy": "ipex_runtime.memory",
-    "Task": "ipex_runtime.task",
-    "TaskFuture": "ipex_runtime.task",
+#: Module -> public names that it has.
+_NAMES = {
+    "cpupool": "CPUPool is_runtime_ext_enabled pin",
+    "memory": "place_memory set_memory_policy",
+    "multi_stream": (
+        "_MultiStreamBenchmarkModule get_default_num_streams MultiStreamBenchmarkModule "
+        "MultiStreamModule MultiStreamModuleHint"
+    ),
+    "runtime_utils": "get_core_list_of_node_id get_num_cores_per_node get_num_nodes",
+    "task": "Task TaskFuture",
+    "topology": "format_cpu_list parse_cpu_list",
 }
+#: Public name -> module that has it.
+_LAZY = {name: f"ipex_runtime.{at}" for at, names in _NAMES.items() for name in names.split()}
 
 #: Modules that have names of their own.
 _MODULES: tuple[str, ...] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import importlib.metadata
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -59,18 +60,12 @@ class _Setting:
 
     _old: Any = None
 
-    def __init__(self, new: Any) -> None:
-        self._new = new
-
-    def _set(self, value: Any) -> None:
-        raise NotImplementedError
-
-    def _get(self) -> Any:
-        raise NotImplementedError
+    def __init__(self, new: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self._new, self._read, self._write = new, read, write
 
     def __enter__(self) -> Any:
-        self._old = self._get()
-        self._set(self._new)
+        self._old = self._read()
+        self._write(self._new)
         return self
 
     def __exit__(
@@ -79,7 +74,7 @@ class _Setting:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._set(self._old)
+        self._write(self._old)
 
 
 def get_fp32_math_mode() -> FP32MathMode:
@@ -111,13 +106,8 @@ class fp32_math_mode(_Setting):
     """`set_fp32_math_mode` for a block of code."""
 
     def __init__(self, mode: FP32MathMode | int | str) -> None:
-        super().__init__(_member("fp32_math_mode", FP32MathMode, mode))
-
-    def _set(self, value: Any) -> None:
-        set_fp32_math_mode(value)
-
-    def _get(self) -> FP32MathMode:
-        return get_fp32_math_mode()
+        new = _member("fp32_math_mode", FP32MathMode, mode)
+        super().__init__(new, get_fp32_math_mode, set_fp32_math_mode)
 
 
 def get_compute_eng() -> XPUComputeEng:
@@ -156,13 +146,8 @@ class compute_eng(_Setting):
     """`set_compute_eng` for a block of code."""
 
     def __init__(self, eng: XPUComputeEng | int | str) -> None:
-        super().__init__(_member("compute_eng", XPUComputeEng, eng))
-
-    def _set(self, value: Any) -> None:
-        set_compute_eng(value)
-
-    def _get(self) -> XPUComputeEng:
-        return get_compute_eng()
+        new = _member("compute_eng", XPUComputeEng, eng)
+        super().__init__(new, get_compute_eng, set_compute_eng)
 
 
 _onednn_level = OnednnVerbLevel.OFF
@@ -188,13 +173,8 @@ class onednn_verbose(_Setting):
     """`set_onednn_verbose` for a block of code."""
 
     def __init__(self, level: OnednnVerbLevel | int = OnednnVerbLevel.ON) -> None:
-        super().__init__(_member("onednn_verbose", OnednnVerbLevel, level))
-
-    def _set(self, value: Any) -> None:
-        set_onednn_verbose(value)
-
-    def _get(self) -> OnednnVerbLevel:
-        return _onednn_level
+        new = _member("onednn_verbose", OnednnVerbLevel, level)
+        super().__init__(new, lambda: _onednn_level, set_onednn_verbose)
 
 
 def set_onemkl_verbose(level: OnemklVerbLevel | int) -> None:
@@ -216,13 +196,8 @@ class onemkl_verbose(_Setting):
     """`set_onemkl_verbose` for a block of code."""
 
     def __init__(self, level: OnemklVerbLevel | int = OnemklVerbLevel.ON) -> None:
-        super().__init__(_member("onemkl_verbose", OnemklVerbLevel, level))
-
-    def _set(self, value: Any) -> None:
-        set_onemkl_verbose(value)
-
-    def _get(self) -> OnemklVerbLevel:
-        return _onemkl_level
+        new = _member("onemkl_verbose", OnemklVerbLevel, level)
+        super().__init__(new, lambda: _onemkl_level, set_onemkl_verbose)
 
 
 def using_onednn_layout() -> bool:

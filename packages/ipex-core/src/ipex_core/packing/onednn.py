@@ -13,21 +13,13 @@ from typing import Any
 import torch
 
 from ipex_core.kernels.policy import onednn_supports as supports
-from ipex_core.library.spec import CHANNELS_LAST
+from ipex_core.library.spec import CHANNELS_LAST, schema_of
 
 __all__ = ["conv", "linear", "supports"]
 
 Tensor = torch.Tensor
 
 _LIBRARY = torch.library.Library("ipex_core", "FRAGMENT")
-_LIBRARY.define(
-    "packed_linear(Tensor x, Tensor weight, Tensor? bias, int out_features, str post,"
-    " Tensor? residual) -> Tensor"
-)
-_LIBRARY.define(
-    "packed_conv(Tensor x, Tensor weight, Tensor? bias, int[] size, int[] padding, int[] stride,"
-    " int[] dilation, int groups) -> Tensor"
-)
 
 #: Our activation name -> (attr, algorithm) of the oneDNN post-op.
 POST_OPS: dict[str, tuple[str, str]] = {
@@ -102,9 +94,10 @@ def _conv_kernel(
     )
 
 
-for _key in ("CPU", "MkldnnCPU"):
-    _LIBRARY.impl("packed_linear", _linear_kernel, _key)
-    _LIBRARY.impl("packed_conv", _conv_kernel, _key)
+for _name, _kernel in (("packed_linear", _linear_kernel), ("packed_conv", _conv_kernel)):
+    _LIBRARY.define(_name + schema_of(_kernel))
+    for _key in ("CPU", "MkldnnCPU"):
+        _LIBRARY.impl(_name, _kernel, _key)
 
 
 @torch.library.register_fake("ipex_core::packed_linear")  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ipex_core.errors import ExportError
 from ipex_core.fusion import GraphReport
-from ipex_core.fusion.aten import PURE, VIEWING, Context, is_call, val
+from ipex_core.fusion.aten import PURE, VIEWING, Context, is_call, module_of, val
 from ipex_core.fusion.aten.conv import pack_convolutions
 from ipex_core.fusion.aten.linear import leave_linears
 from ipex_core.fusion.aten.passes import run_passes
@@ -192,17 +192,11 @@ def _check(program: torch.export.ExportedProgram) -> None:
                 f"precompile: the model must not have control flow that depends on data, got {node.target}"
             )
         if free_unbacked_symbols(node.meta.get("val")):
-            where = f" ({module})" if (module := _module(node)) else ""
+            where = f" ({module})" if (module := module_of(node)) else ""
             raise ExportError(
                 "precompile: the sizes of a model must not depend on values of its tensors, got"
                 f" {node.target}{where}"
             )
-
-
-def _module(node: fx.Node) -> str:
-    from ipex_core.fusion.aten import module_of
-
-    return module_of(node)
 
 
 def _drop_checks(graph: fx.Graph) -> tuple[str, ...]:
@@ -231,7 +225,7 @@ def _drop_checks(graph: fx.Graph) -> tuple[str, ...]:
                     if not no:
                         tensor = tensors[read[0]]
                         text = (
-                            f"precompile: the inputs fail a check of {_module(tensor) or 'the model'};"
+                            f"precompile: the inputs fail a check of {module_of(tensor) or 'the model'};"
                             " call the model itself for its message"
                         )
                         with graph.inserting_before(node):

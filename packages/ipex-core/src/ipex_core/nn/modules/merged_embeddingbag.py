@@ -84,8 +84,7 @@ def merged_embeddingbag(
     Raises:
         RuntimeError: An argument does not fit, an index is not in its table, or offsets decrease.
     """
-    lookups = (weights, indices, offsets, pooling_mode, include_last_offset)
-    return _call(_Plain, *lookups)
+    return _call(_OfCaller, weights, indices, offsets, pooling_mode, include_last_offset)
 
 
 def merged_embeddingbag_sgd(
@@ -122,10 +121,6 @@ class _OfCaller(MergedEmbeddingBag):
 
     def init_adagrad_args(self, *_: Any, **__: Any) -> None:
         pass
-
-
-class _Plain(_OfCaller):
-    pass
 
 
 class _WithSGD(_OfCaller, MergedEmbeddingBagWithSGD):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +25,13 @@ _LIBRARIES: dict[str, Library] = {}  # kept alive: their end would remove the re
 _NAMES: list[str] = []
 
 
-def alias_op(schema: str, namespace: str = "torch_ipex") -> Callable[[_F], _F]:
+def alias_op(
+    schema: str, namespace: str = "torch_ipex", *, mutates: Sequence[str] = ()
+) -> Callable[[_F], _F]:
     """Register the decorated function as ``torch.ops.<namespace>.<name of the schema>``.
 
-    Without arguments in ``schema``, they and the result are what the annotations of the function spell.
+    Without arguments in ``schema``, they and the result are what the annotations of the function spell; it writes to
+    those in ``mutates``.
     """
     library = _LIBRARIES.get(namespace)
     if library is None:
@@ -36,7 +39,7 @@ def alias_op(schema: str, namespace: str = "torch_ipex") -> Callable[[_F], _F]:
 
     def register(function: _F) -> _F:
         name, has_arguments, _ = schema.partition("(")
-        library.define(schema if has_arguments else schema + schema_of(function))
+        library.define(schema if has_arguments else schema + schema_of(function, mutates))
         library.impl(name, function, "CompositeImplicitAutograd")
         _NAMES.append(f"{namespace}::{name}")
         return function

@@ -89,12 +89,7 @@ def _flash_attn_varlen_func(out: Tensor, *args: object) -> Tensor:
     return out
 
 
-@alias_op(
-    "masked_multihead_self_attention(Tensor query, Tensor key, Tensor value,"
-    " Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor beam_idx, Tensor seq_info,"
-    " float scale_attn, int max_positions, Tensor? head_mask, Tensor? attention_mask,"
-    " bool? add_casual_mask=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+@alias_op("masked_multihead_self_attention", mutates=("key_cache", "value_cache"))
 def _masked_multihead_self_attention(
     query: Tensor,
     key: Tensor,
@@ -146,12 +141,7 @@ def _masked_multihead_self_attention(
     return output, none, *caches  # type: ignore[return-value]
 
 
-@alias_op(
-    "deepseekv2_mla(Tensor query, Tensor kv, Tensor k_pe, Tensor(a!) kv_cache, Tensor kv_b_weight,"
-    " Tensor w_kc, Tensor w_vc, Tensor beam_idx, Tensor seq_info, float scale_attn,"
-    " int max_positions, int v_head_dim, Tensor? head_mask, Tensor? attention_mask,"
-    " Tensor? w_scale, bool? add_casual_mask=None) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+@alias_op("deepseekv2_mla", mutates=("kv_cache",))
 def _deepseekv2_mla(
     query: Tensor,
     kv: Tensor,

@@ -13,14 +13,14 @@ from ipex_core.packing.quantize import DTYPES, amax, to_fp8
 Tensor = torch.Tensor
 
 
-@alias_op("dynamic_scaled_fp8_quant(Tensor(a!) out, Tensor input, Tensor(b!) scale) -> ()")
+@alias_op("dynamic_scaled_fp8_quant", mutates=("out", "scale"))
 def _dynamic_scaled_fp8_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
     """Write ``input / scale`` to ``out`` and ``max|input| / largest number of out`` to ``scale``."""
     largest = torch.finfo(out.dtype).max
     _static(out, input, scale.copy_(input.abs().amax().float().clamp(min=1e-12) / largest))
 
 
-@alias_op("static_scaled_fp8_quant(Tensor(a!) out, Tensor input, Tensor scale) -> ()")
+@alias_op("static_scaled_fp8_quant", mutates=("out",))
 def _static_scaled_fp8_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
     _static(out, input, scale)
 
@@ -35,10 +35,7 @@ def _dtype(op: str, name: str, value: int) -> torch.dtype:
     return DTYPES[value]
 
 
-@alias_op(
-    "cast_to_fp8(Tensor input, Tensor scale, Tensor(a!) amax_history, Tensor(b!) scale_inv, int idx, int otype)"
-    " -> Tensor"
-)
+@alias_op("cast_to_fp8", mutates=("amax_history", "scale_inv"))
 def _cast_to_fp8(
     input: Tensor, scale: Tensor, amax_history: Tensor, scale_inv: Tensor, idx: int, otype: int
 ) -> Tensor:
@@ -58,10 +55,7 @@ def _cast_from_fp8(
     return (_floats(input, dtype) * scale_inv[idx]).to(otype)
 
 
-@alias_op(
-    "fp8_linear(Tensor input, Tensor input_scale_inv, int input_idx, int input_type, Tensor weight,"
-    " Tensor weight_scale_inv, int weight_idx, int weight_type, Tensor bias, Tensor(a!) output) -> Tensor"
-)
+@alias_op("fp8_linear", mutates=("output",))
 def _fp8_linear(
     input: Tensor,
     input_scale_inv: Tensor,

@@ -190,9 +190,7 @@ def _rmsnorm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _OPS.rms_norm(input, weight, eps)  # type: ignore[no-any-return]
 
 
-@alias_op(
-    "add_rmsnorm(Tensor input, Tensor(a!) input1, Tensor weight, float eps, bool add_back) -> Tensor"
-)
+@alias_op("add_rmsnorm", mutates=("input1",))
 def _add_rmsnorm(
     input: Tensor, input1: Tensor, weight: Tensor, eps: float, add_back: bool
 ) -> Tensor:

@@ -88,10 +88,7 @@ def _activation(silu: bool) -> str:
     return "silu" if silu else "none"
 
 
-@alias_op(
-    "causal_conv1d_fn(Tensor x, Tensor conv_weights, Tensor? conv_bias, Tensor? initial_states,"
-    " Tensor(a!)? final_states_out, bool silu_activation) -> (Tensor, Tensor)"
-)
+@alias_op("causal_conv1d_fn", mutates=("final_states_out",))
 def _causal_conv1d_fn(
     x: Tensor,
     conv_weights: Tensor,
@@ -148,10 +145,7 @@ def _selective_scan_fn(
     return _OPS.selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus)  # type: ignore[no-any-return]
 
 
-@alias_op(
-    "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C,"
-    " Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus) -> Tensor"
-)
+@alias_op("selective_state_update", mutates=("state",))
 def _selective_state_update(
     state: Tensor,
     x: Tensor,
