@@ -288,13 +288,9 @@ def _adam_fused_step(
         assert max_exp_avg_sq is not None
         v = torch.maximum(max_exp_avg_sq, v)
         max_exp_avg_sq.copy_(v)
-    d = root(v) / _divisor(math.sqrt(1.0 - beta2**step), w.dtype) + eps
+    # As a tensor: torch multiplies by the inverse of Python numbers.
+    d = root(v) / torch.tensor(math.sqrt(1.0 - beta2**step), dtype=w.dtype) + eps
     write_param(param, param2, w - m / d * (lr / (1.0 - beta1**step)))
-
-
-def _divisor(value: float, dtype: torch.dtype) -> Tensor:
-    """Return a scalar to divide by: torch multiplies by the inverse of Python numbers."""
-    return torch.tensor(value, dtype=dtype)
 
 
 def _adam_check(a: Arguments) -> None:

@@ -53,7 +53,7 @@ def _mix(z: Tensor) -> Tensor:
 def _keep(rows: int, columns: int, p: float, seed: Tensor, stream: int) -> Tensor:
     """Return ``[rows, columns]``: which elements stay."""
     device = seed.device
-    key = _mix(seed.reshape(()) + _signed((_as_unsigned(_GOLD) * (stream + 1)) % (1 << 64)))
+    key = _mix(seed.reshape(()) + _signed((_GOLD * (stream + 1)) % (1 << 64)))
     row = torch.arange(1, rows + 1, device=device)
     keys = _mix(key + row * _GOLD)[:, None]
     # Two rounds of the 32-bit hash with the least bias of Wellons' "hash prospector" (2018).
@@ -64,10 +64,6 @@ def _keep(rows: int, columns: int, p: float, seed: Tensor, stream: int) -> Tenso
     x = (x * 0x846CA68B) & _LOW
     x = x ^ (x >> 16)
     return x >= int(p * (1 << 32))
-
-
-def _as_unsigned(value: int) -> int:
-    return value % (1 << 64)
 
 
 def drop(x: Tensor, p: float, seed: Tensor, stream: int) -> Tensor:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ipex_core.library.spec import check
+from ipex_core.util.symbolic import tracing
 
 Tensor = torch.Tensor
 
@@ -183,17 +182,12 @@ def _encode(scaled: Tensor, format: str, symmetric: bool) -> Tensor:
 DTYPES = {24: torch.float8_e4m3fn, 23: torch.float8_e5m2}
 
 
-def tracing() -> bool:
-    """Return whether `torch.jit.trace` records: sizes are tensors then, and no test of them is possible."""
-    interpreter: Any = torch.jit
-    return bool(interpreter.is_tracing())
-
-
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of a tensor, a float32 scalar; 0 if it is empty or has numbers that are not finite.
 
     A history of magnitudes takes 0 for "nothing was seen", so a step with an infinity does not spoil it.
     """
+    # Sizes are tensors in a trace, and no test of them is possible.
     if not tracing() and not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x.detach())

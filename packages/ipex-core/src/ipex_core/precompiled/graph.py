@@ -125,17 +125,18 @@ def fuse(
         disabled: Names of patterns to leave out.
         always: Leave the tables of measured speed aside.
     """
+    ctx = Context(module.graph, set(), report, always=True)
     _clean(module.graph)
-    _fold_batch_norms(module, report)
-    _convolve_small_images(module, report)
-    _flatten_volumes(module, report)
-    _widen_convolutions(module, report)
-    _flatten_transposed(module, report)
+    _fold_batch_norms(module, ctx)
+    _convolve_small_images(module, ctx)
+    _flatten_volumes(module, ctx)
+    _widen_convolutions(module, ctx)
+    _flatten_transposed(module, ctx)
     fold_constants(module, leave=PURE)  # the passes know weights through these
     run_passes(module.graph, report, (), disabled, always)
     fold_constants(module)
     leave_linears(Context(module.graph, set(), report))
-    _view_whole_lookups(module, report)
+    _view_whole_lookups(module, ctx)
     pack_convolutions(module.graph, report, disabled, always, time_groups=True)
     _share(module.graph)
     fold_constants(module)
@@ -350,10 +351,9 @@ def _constant(module: fx.GraphModule, node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
+def _fold_batch_norms(module: fx.GraphModule, ctx: Context) -> None:
     """Put batch norms with fixed statistics into the convolution before, or make one op of each."""
     graph = module.graph
-    ctx = Context(graph, set(), report, always=True)
     for node in ctx.nodes(aten._native_batch_norm_legit_no_training.default):
         given: tuple[Any, ...] = node.args
         x, weight, bias, mean, var, _, eps = given
@@ -374,28 +374,19 @@ def _fold_batch_norms(module: fx.GraphModule, report: GraphReport) -> None:
             for t, fill in zip(tensors, (1.0, 0.0, 0.0, 1.0), strict=True)
         )
         factor = gamma * torch.rsqrt(spread + float(eps))
-        new = _into_convolution(module, x, factor, beta - center * factor)
+        new = _into_convolution(module, ctx, x, factor, beta - center * factor)
         if new is None and value.dtype not in FLOATS:
             continue
         if new is None:
-            values = (gamma, beta, center, spread)
-            with graph.inserting_before(node):
-                nodes = [add_constant(module, graph, one) for one in values]
-            for held, value in zip(nodes, values, strict=True):
-                held.meta["val"] = _fake(ctx, value)
-            new = ctx.call(node, torch.ops.ipex.frozen_batch_norm.default, (x, *nodes, float(eps)))
+            held = _held(ctx, node, gamma, beta, center, spread)
+            new = ctx.call(node, torch.ops.ipex.frozen_batch_norm.default, (x, *held, float(eps)))
         for user in kept:
             user.replace_all_uses_with(new)
         graph.eliminate_dead_code()
 
 
-def _fake(ctx: Context, value: Tensor) -> Tensor:
-    mode: Any = ctx.fake_mode()
-    return mode.from_tensor(value, static_shapes=True) if hasattr(mode, "from_tensor") else value
-
-
 def _into_convolution(
-    module: fx.GraphModule, node: fx.Node, factor: Tensor, shift: Tensor
+    module: fx.GraphModule, ctx: Context, node: fx.Node, factor: Tensor, shift: Tensor
 ) -> fx.Node | None:
     """Scale the weight of a convolution and shift its bias; return it, or None where that is not possible."""
     if not is_call(node, aten.convolution.default) or len(node.users) != 1:
@@ -405,9 +396,8 @@ def _into_convolution(
     plain, offset = _constant(module, weight), _constant(module, bias)
     if plain is None or (bias is not None and offset is None):
         return None
-    if (
-        transposed
-    ):  # [in, out / groups, ...]: the groups lie one after the other in the first dimension
+    if transposed:
+        # [in, out / groups, ...]: the groups lie one after the other in the first dimension.
         per_group = factor.view(groups, 1, -1).expand(-1, plain.shape[0] // groups, -1)
         by = per_group.reshape(plain.shape[0], -1, *[1] * (plain.dim() - 2))
     else:
@@ -415,11 +405,7 @@ def _into_convolution(
     folded = (plain.to(factor.dtype) * by).to(plain.dtype)
     offset = None if offset is None else offset.to(factor.dtype)
     moved = (shift if offset is None else offset * factor + shift).to(plain.dtype)
-    ctx = Context(module.graph, set(), GraphReport("", True))
-    with module.graph.inserting_before(node):
-        held = [add_constant(module, module.graph, one) for one in (folded, moved)]
-    for one, value in zip(held, (folded, moved), strict=True):
-        one.meta["val"] = _fake(ctx, value)
+    held = _held(ctx, node, folded, moved)
     node.args = (
         *(x, *held, stride, padding, dilation),
         *(transposed, output_padding, groups),
@@ -433,7 +419,9 @@ def _held(ctx: Context, before: fx.Node, *values: Tensor) -> list[fx.Node]:
     with ctx.graph.inserting_before(before):
         held = [add_constant(module, ctx.graph, value) for value in values]
     for node, value in zip(held, values, strict=True):
-        node.meta["val"] = _fake(ctx, value)
+        mode: Any = ctx.fake_mode()
+        known = hasattr(mode, "from_tensor")
+        node.meta["val"] = mode.from_tensor(value, static_shapes=True) if known else value
     return held
 
 
@@ -448,12 +436,11 @@ _UPSAMPLING = (
 _LEAST_GROWTH = 2
 
 
-def _convolve_small_images(module: fx.GraphModule, report: GraphReport) -> None:
+def _convolve_small_images(module: fx.GraphModule, ctx: Context) -> None:
     """Convolve images with a window of one pixel before they are made larger and joined, not after.
 
     Such a convolution sums over channels and upsampling over pixels, so that either may come first.
     """
-    ctx = Context(module.graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         given: tuple[Any, ...] = node.args
         x, weight, bias, stride, padding, _, transposed, _, groups = given
@@ -519,10 +506,9 @@ def _grows(node: fx.Node) -> bool:
     return bool(sizes[0] * sizes[1] * _LEAST_GROWTH <= sizes[2] * sizes[3])
 
 
-def _widen_convolutions(module: fx.GraphModule, report: GraphReport) -> None:
+def _widen_convolutions(module: fx.GraphModule, ctx: Context) -> None:
     """Write convolutions of sequences as convolutions of images of one line, which have a kernel."""
     graph = module.graph
-    ctx = Context(graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         given: tuple[Any, ...] = node.args
         x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = given
@@ -548,13 +534,12 @@ def _widen_convolutions(module: fx.GraphModule, report: GraphReport) -> None:
 _MOST_ZEROS = 1.0
 
 
-def _flatten_transposed(module: fx.GraphModule, report: GraphReport) -> None:
+def _flatten_transposed(module: fx.GraphModule, ctx: Context) -> None:
     """Write transposed convolutions as convolutions that give a block of the result at each place.
 
     With a stride of s, the place f = s q + r of the result sums over the inputs q - m with the weights r + s m. So each
     r is a convolution of its own, and all of them are one with as many times the channels.
     """
-    ctx = Context(module.graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         given: tuple[Any, ...] = node.args
         x, weight, bias, stride, padding, dilation, transposed, extra, groups = given
@@ -613,9 +598,8 @@ def _flatten_transposed(module: fx.GraphModule, report: GraphReport) -> None:
         module.graph.erase_node(node)
 
 
-def _flatten_volumes(module: fx.GraphModule, report: GraphReport) -> None:
+def _flatten_volumes(module: fx.GraphModule, ctx: Context) -> None:
     """Write convolutions of volumes as convolutions of images that have the slices of a window as channels."""
-    ctx = Context(module.graph, set(), report, always=True)
     for node in ctx.nodes(aten.convolution.default):
         given: tuple[Any, ...] = node.args
         x, weight, bias, stride, padding, dilation, transposed, _, groups = given
@@ -653,9 +637,8 @@ def _flatten_volumes(module: fx.GraphModule, report: GraphReport) -> None:
         module.graph.erase_node(node)
 
 
-def _view_whole_lookups(module: fx.GraphModule, report: GraphReport) -> None:
+def _view_whole_lookups(module: fx.GraphModule, ctx: Context) -> None:
     """Write ``x[rows, columns]`` as a view where the indices count through all of ``x``, as masks of models do."""
-    ctx = Context(module.graph, set(), report, always=True)
     for node in ctx.nodes(aten.index.Tensor):
         x: Any = node.args[0]
         indices: Any = node.args[1]

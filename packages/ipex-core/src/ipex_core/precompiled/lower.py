@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._library.fake_class_registry import FakeScriptObject
 
-from ipex_core.fusion.aten import val
+from ipex_core.fusion.aten import arguments, val
 from ipex_core.kernels.policy import has_kernel
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS
@@ -321,7 +321,7 @@ class _Lowering:
 
     def int8_conv(self, node: fx.Node) -> Any:
         """Append a convolution on codes, into the memory of its residual where nothing else reads that."""
-        given = _arguments(node)
+        given = arguments(node)
         values = [self.argument(value) for value in given.values()]
         free = self.dies(node, given["residual"])
         return self.builder.call("int8_conv_sum_" if free else "int8_conv", *values)
@@ -497,19 +497,6 @@ def _rule(*targets: Any) -> Callable[[_Rule], _Rule]:
     return keep
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call by name, with the defaults of the schema."""
-    bound: dict[str, Any] = {}
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name in node.kwargs:
-            bound[argument.name] = node.kwargs[argument.name]
-        elif i < len(node.args):
-            bound[argument.name] = node.args[i]
-        else:
-            bound[argument.name] = argument.default_value
-    return bound
-
-
 def _dtype_of(node: Any) -> torch.dtype | None:
     found = val(node)
     return None if found is None else found.dtype
@@ -577,7 +564,7 @@ def _squeeze_dims(low: _Lowering, node: fx.Node) -> Any:
 
 @_rule(aten.slice.Tensor)
 def _slice(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     start = 0 if a["start"] is None else a["start"]
     end = 2**63 - 1 if a["end"] is None else a["end"]
     numbers = [low.integer(value) for value in (a["dim"], start, end, a["step"])]
@@ -586,13 +573,13 @@ def _slice(low: _Lowering, node: fx.Node) -> Any:
 
 @_rule(aten.select.int)
 def _select(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     return low.builder.call("select", low.register(a["self"]), a["dim"], low.integer(a["index"]))
 
 
 @_rule(aten.split_with_sizes.default, aten.split.Tensor)
 def _split(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     x, dim, parts, start = low.register(a["self"]), a["dim"], [], 0
     for part in node.meta["val"]:
         if not isinstance(part.shape[dim], int):
@@ -604,7 +591,7 @@ def _split(low: _Lowering, node: fx.Node) -> Any:
 
 @_rule(aten.unbind.int)
 def _unbind(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     x = low.register(a["self"])
     return tuple(low.builder.call("select", x, a["dim"], i) for i in range(len(node.meta["val"])))
 
@@ -650,7 +637,7 @@ def _cat(low: _Lowering, node: fx.Node) -> Any:
 
 @_rule(aten.constant_pad_nd.default)
 def _pad(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     if not isinstance(a["value"], (int, float)) or _dtype_of(node) not in FLOATS:
         raise _Unfit
     return low.builder.call(
@@ -676,7 +663,7 @@ def _pair(values: Any, default: Any = None) -> list[int]:
 
 @_rule(aten.max_pool2d_with_indices.default, aten.max_pool2d.default, aten.avg_pool2d.default)
 def _pool(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     found = val(a["self"])
     if found is None or found.dim() != 4 or found.dtype not in FLOATS:
         raise _Unfit
@@ -718,7 +705,7 @@ def _depthwise(low: _Lowering, node: fx.Node) -> Any:
 
 @_rule(aten.native_group_norm.default)
 def _group_norm(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     found = val(a["input"])
     if found is None or found.dtype not in FLOATS or not isinstance(a["group"], int):
         raise _Unfit
@@ -739,7 +726,7 @@ def _group_norm(low: _Lowering, node: fx.Node) -> Any:
     aten.upsample_nearest2d.default,
 )
 def _upsample(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     found, out = val(node.args[0]), val(node)
     if found is None or out is None or found.dim() != 4 or found.dtype not in FLOATS:
         raise _Unfit
@@ -756,7 +743,7 @@ def _upsample(low: _Lowering, node: fx.Node) -> Any:
 
 @_rule(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default)
 def _reduce(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     found, out = val(a["self"]), val(node)
     if found is None or out is None or found.dtype not in FLOATS or found.dtype != out.dtype:
         raise _Unfit
@@ -832,7 +819,7 @@ def _integer(low: _Lowering, node: fx.Node) -> Any:
 
 @_rule(aten.gather.default)
 def _gather(low: _Lowering, node: fx.Node) -> Any:
-    a = _arguments(node)
+    a = arguments(node)
     found = val(a["self"])
     if found is None or found.dim() == 0:
         raise _Unfit

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import check_dtype, check_tensor, dtype_name
-from ipex_core.library.spec import FLOATS, check
+from ipex_core.library.spec import FLOATS, check, schema_of
 from ipex_core.ops.linear import activate
 from ipex_core.program import tensors
-from ipex_core.program.int8 import INT8_CONV_SUM, RESIDUAL, check_int8_conv, int8_conv
+from ipex_core.program.int8 import RESIDUAL, check_int8_conv, int8_conv
 from ipex_core.program.integers import check_integer, gather, integer, take
 from ipex_core.program.pointwise import POINTWISE, check_pointwise, pointwise
 
@@ -87,7 +87,7 @@ def reshape(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     """Return ``x[..., start : start + length, ...]`` along ``dim``, a view."""
-    check(-x.dim() <= dim < x.dim(), "narrow", "dim", f"be a dimension of x ({x.dim()}-D)", dim)
+    tensors.check_dim("narrow", "dim", dim, x.dim())
     size = x.shape[dim]
     fits = start >= 0 and length >= 0 and start + length <= size
     check(fits, "narrow", "start, length", f"lie in [0, {size}]", f"{start}, {length}")
@@ -97,9 +97,7 @@ def narrow(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
 def transpose(x: torch.Tensor, a: int, b: int) -> torch.Tensor:
     """Return ``x`` with the dimensions ``a`` and ``b`` swapped, a view."""
     for name, dim in (("a", a), ("b", b)):
-        check(
-            -x.dim() <= dim < x.dim(), "transpose", name, f"be a dimension of x ({x.dim()}-D)", dim
-        )
+        tensors.check_dim("transpose", name, dim, x.dim())
     return x.transpose(a, b)
 
 
@@ -253,8 +251,11 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
         "take": Builtin(take),
         "gather": Builtin(gather),
         "int8_conv": Builtin(int8_conv, check=check_int8_conv),
-        # Writes the result into the residual.
-        "int8_conv_sum_": Builtin(int8_conv, True, check_int8_conv, RESIDUAL, schema=INT8_CONV_SUM),
+        # Needs a residual and writes the result into it.
+        "int8_conv_sum_": Builtin(
+            *(int8_conv, True, check_int8_conv, RESIDUAL),
+            schema=schema_of(int8_conv).replace("Tensor? residual", "Tensor(a!) residual"),
+        ),
         "group_norm": Builtin(tensors.group_norm, check=tensors.check_group_norm),
         "upsample_bilinear2d": Builtin(
             tensors.upsample_bilinear2d,

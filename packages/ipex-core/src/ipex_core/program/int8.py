@@ -11,17 +11,11 @@ from torch.nn import functional
 
 from ipex_core.library.checks import check_dtype_in
 from ipex_core.library.spec import CHANNELS_LAST, FLOATS, check, dtype_name
-from ipex_core.ops.conv import MOST
+from ipex_core.program.tensors import check_window
 
 _OP = "int8_conv"
 _ACTIVATIONS = ("none", "relu", "relu6", "silu")
 _RESULTS = (torch.uint8, torch.float32, torch.bfloat16)
-#: The schema of ``int8_conv_sum_``, which needs a residual.
-INT8_CONV_SUM = (
-    "(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
-    " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
-    " float output_scale, int output_zero, Tensor(a!) residual, float residual_scale, int residual_zero) -> Tensor"
-)
 #: The place of the residual.
 RESIDUAL = 14
 
@@ -29,15 +23,7 @@ RESIDUAL = 14
 def check_int8_conv(*args: Any) -> None:
     """Check what does not depend on the tensors."""
     stride, padding, dilation, groups, activation, dtype = args[6:12]
-    for name, values, least in (
-        ("stride", stride, 1),
-        ("padding", padding, 0),
-        ("dilation", dilation, 1),
-    ):
-        check(len(values) == len(stride), _OP, name, f"have {len(stride)} numbers", len(values))
-        for value in values:
-            known = not isinstance(value, int) or least <= value <= MOST
-            check(known, _OP, name, f"be in [{least}, {MOST}]", value)
+    check_window(_OP, len(stride), stride, padding, dilation)
     check(not isinstance(groups, int) or groups > 0, _OP, "groups", "be positive", groups)
     known = activation in _ACTIVATIONS
     check(known, _OP, "activation", f"be one of {', '.join(_ACTIVATIONS)}", activation)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ipex_core.library.spec import check, dtype_name
+from ipex_core.program.tensors import check_dim
 
 _DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _NAMES = ", ".join(map(dtype_name, _DTYPES))
@@ -74,11 +75,6 @@ def integer(inputs: list[torch.Tensor], function: str, dtype: torch.dtype) -> to
     return y.expand(shape).to(dtype).contiguous()
 
 
-def _check_dim(op: str, x: torch.Tensor, dim: int) -> int:
-    check(-x.dim() <= dim < x.dim(), op, "dim", f"be a dimension of x ({x.dim()}-D)", dim)
-    return dim % x.dim()
-
-
 def _check_index(op: str, index: torch.Tensor, low: int, limit: int) -> None:
     known = index.dtype in (torch.int32, torch.int64)
     check(known, op, "index", "be int32 or int64", index.dtype)
@@ -90,7 +86,8 @@ def _check_index(op: str, index: torch.Tensor, low: int, limit: int) -> None:
 
 def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Return ``x`` at the places ``index``, of any shape, along ``dim``; negative ones count from the end."""
-    dim = _check_dim("take", x, dim)
+    check_dim("take", "dim", dim, x.dim())
+    dim %= x.dim()
     _check_index("take", index, -x.shape[dim], x.shape[dim])
     where = (slice(None),) * dim + (index.long(),)
     return x[where].contiguous()
@@ -98,7 +95,8 @@ def take(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
 
 def gather(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``x`` at places ``index`` along ``dim``, one for each of ``index``; see `torch.gather`."""
-    dim = _check_dim("gather", x, dim)
+    check_dim("gather", "dim", dim, x.dim())
+    dim %= x.dim()
     sizes, given = list(x.shape), list(index.shape)
     fits = len(sizes) == len(given)
     fits = fits and all(

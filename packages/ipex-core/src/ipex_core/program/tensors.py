@@ -24,7 +24,8 @@ def _known(*values: Any) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
 
 
-def _check_dim(op: str, name: str, dim: int, count: int) -> None:
+def check_dim(op: str, name: str, dim: int, count: int) -> None:
+    """Check that ``x``, of ``count`` dimensions, has a dimension."""
     check(-count <= dim < count, op, name, f"be a dimension of x ({count}-D)", dim)
 
 
@@ -67,7 +68,7 @@ def unsqueeze(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def squeeze(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return ``x`` without the dimension ``dim`` if that has size 1, else ``x``; a view."""
-    _check_dim("squeeze", "dim", dim, max(x.dim(), 1))
+    check_dim("squeeze", "dim", dim, max(x.dim(), 1))
     return x.squeeze(dim)
 
 
@@ -76,7 +77,7 @@ def slice(x: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.T
 
     Negative bounds count from the end; bounds outside are moved to the ends.
     """
-    _check_dim("slice", "dim", dim, x.dim())
+    check_dim("slice", "dim", dim, x.dim())
     check_slice(x, dim, start, end, step)
     return torch.ops.aten.slice.Tensor(x, dim, start, end, step)  # type: ignore[no-any-return]
 
@@ -88,7 +89,7 @@ def check_slice(x: Any, dim: Any, start: Any, end: Any, step: Any) -> None:
 
 def select(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     """Return ``x`` at ``index`` along ``dim``, without that dimension; a view."""
-    _check_dim("select", "dim", dim, x.dim())
+    check_dim("select", "dim", dim, x.dim())
     size = x.shape[dim]
     check(-size <= index < size, "select", "index", f"be in [{-size}, {size})", index)
     return x.select(dim, index)
@@ -126,7 +127,7 @@ def cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
     """Return tensors of one dtype side by side along ``dim``; channels last if all of them are, else contiguous."""
     check_cat(tensors, dim)
     first = tensors[0]
-    _check_dim("cat", "dim", dim, first.dim())
+    check_dim("cat", "dim", dim, first.dim())
     dim %= first.dim()
     for i, one in enumerate(tensors):
         wanted = f"have the dtype of tensor 0 = {dtype_name(first.dtype)}"
@@ -286,11 +287,19 @@ def avg_pool2d(
 # --- convolution ----------------------------------------------------------------------------------------------------
 
 
-def _check_two(op: str, name: str, values: Sequence[Any], least: int) -> None:
-    check(len(values) == 2, op, name, "have 2 numbers", len(values))
-    for value in values:
-        wanted = f"be in [{least}, {MOST}]"
-        check(not _known(value) or least <= value <= MOST, op, name, wanted, value)
+def check_window(
+    op: str, count: int, stride: Sequence[Any], padding: Sequence[Any], dilation: Sequence[Any]
+) -> None:
+    """Check how the window of a convolution of ``count`` dimensions moves."""
+    for name, values, least in (
+        ("stride", stride, 1),
+        ("padding", padding, 0),
+        ("dilation", dilation, 1),
+    ):
+        check(len(values) == count, op, name, f"have {count} numbers", len(values))
+        for value in values:
+            wanted = f"be in [{least}, {MOST}]"
+            check(not _known(value) or least <= value <= MOST, op, name, wanted, value)
 
 
 def check_depthwise_convolution(
@@ -303,14 +312,8 @@ def check_depthwise_convolution(
     activation: str,
 ) -> None:
     """Check the arguments of `depthwise_convolution`."""
-    op = "depthwise_convolution"
-    for name, values, least in (
-        ("stride", stride, 1),
-        ("padding", padding, 0),
-        ("dilation", dilation, 1),
-    ):
-        _check_two(op, name, values, least)
-    check_activation(op, activation)
+    check_window("depthwise_convolution", 2, stride, padding, dilation)
+    check_activation("depthwise_convolution", activation)
 
 
 def depthwise_convolution(
@@ -451,7 +454,7 @@ def _dims(op: str, x: torch.Tensor, dims: list[int]) -> list[int]:
     """Return the dimensions to reduce, counted from 0; an empty list means all."""
     check_tensor(op, "x", x, min_dim=0)
     for dim in dims:
-        _check_dim(op, "dims", dim, max(x.dim(), 1))
+        check_dim(op, "dims", dim, max(x.dim(), 1))
     plain = [dim % max(x.dim(), 1) for dim in dims]
     check(len(set(plain)) == len(plain), op, "dims", "be distinct", dims)
     return plain or list(range(x.dim()))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ipex_core.library.spec import FLOATS, check
-from ipex_core.packing.quantize import tracing
+from ipex_core.util.symbolic import tracing
 from ipex_quant.fp8 import fp8 as _fp8
 from ipex_quant.fp8.base import Fp8BaseModule, rounded
 from ipex_quant.fp8.tensors import FP8BwdTensors, FP8FwdTensors

@@ -19,16 +19,11 @@ import torch
 from torch.nn import functional
 
 from ipex_core.library.kernels import define
-from ipex_core.library.spec import CHANNELS_LAST, FUNCTIONAL, PORTABLE, check
+from ipex_core.library.spec import CHANNELS_LAST, FUNCTIONAL, PORTABLE, check, schema_of
 
 Tensor = torch.Tensor
 
 _LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")
-_SCHEMA = (
-    "(Tensor x, Tensor weight, Tensor weight_scale, float x_scale, int x_zero, Tensor? bias,"
-    " int[] stride, int[] padding, int[] dilation, int groups, str activation, ScalarType dtype,"
-    " float output_scale, int output_zero, {} residual, float residual_scale, int residual_zero) -> Tensor"
-)
 
 #: id of a weight -> the weight, what it was packed for, the packed weight and zeros for its channels.
 _packed: dict[int, tuple[weakref.ref[Tensor], tuple[Any, ...], Tensor, Tensor]] = {}
@@ -281,9 +276,8 @@ for _name, _kind, _kernel in (
     ("int8_conv", "Tensor?", _run),
     ("int8_conv_sum_", "Tensor(a!)", functools.partial(_run, free=True)),
 ):
-    if define(
-        _name + _SCHEMA.format(_kind), _LIBRARY
-    ):  # otherwise it has the kernel of libipex_cpp.so
+    _arguments = schema_of(_on_device).replace("Tensor? residual", f"{_kind} residual")
+    if define(_name + _arguments, _LIBRARY):  # otherwise it has the kernel of libipex_cpp.so
         _LIBRARY.impl(_name, _kernel, "CPU")
     _LIBRARY.impl(_name, _on_device, "XPU")
     torch.library.register_fake(f"ipex_quant::{_name}", _fake_conv, lib=_LIBRARY)

@@ -107,7 +107,7 @@ def autotune(
     _check_seconds(tuning_time)
     tuner = tuner_of(engine)
     options = type_options(op_type_dict)
-    given = _configuration_of(model)
+    given = getattr(model, "q_config", None) if state_of(model) is not None else None
     model = _float_of(model)
     check(not model.training, _OP, "model", "be in evaluation mode", "training mode")
     data = _Batches(model, calib_dataloader, calib_func)
@@ -211,11 +211,6 @@ def _sizes(sampling_sizes: Any) -> list[int]:
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
     check(bool(sizes) and whole, _OP, "sampling_sizes", "have positive whole numbers", sizes)
     return sizes
-
-
-def _configuration_of(model: nn.Module) -> Any:
-    """Return the configuration of a prepared model, else None."""
-    return getattr(model, "q_config", None) if state_of(model) is not None else None
 
 
 def _float_of(model: nn.Module) -> nn.Module:

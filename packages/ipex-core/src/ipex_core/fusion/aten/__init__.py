@@ -230,10 +230,10 @@ def scaled(node: Any) -> tuple[fx.Node, float] | None:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call of an op by their names, with defaults."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    given.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+    """Return the arguments of a call of an op by their names, in the order of its schema, with defaults."""
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: a.default_value for a in declared}
+    given.update(zip(tuple(given), node.args, strict=False))
     return {**given, **node.kwargs}
 
 

@@ -298,12 +298,9 @@ def _widen(match: _Rotation) -> None:
         return
     if part_of_last(rest) != (whole, match.size, size, rest):
         return
-    match.interior += [root, rest] + ([part] if _only_for(part, match.interior) else [])
+    inside = all(user in match.interior for user in part.users)
+    match.interior += [root, rest, part] if inside else [root, rest]
     match.root, match.x = joined, whole
-
-
-def _only_for(node: fx.Node, users: list[fx.Node]) -> bool:
-    return all(user in users for user in node.users)
 
 
 def _table(node: fx.Node, rank: int) -> tuple[fx.Node, int] | None:

@@ -52,14 +52,10 @@ def exchange(
     if key not in _ways:
         _ways[key] = _find_way(rows.device, group)
     # As bytes: backends differ in the dtypes they know.
-    width = rows[:1].numel() * rows.element_size() if rows.shape[0] else _row_bytes(rows)
+    width = rows.shape[1:].numel() * rows.element_size()
     flat = rows.contiguous().view(-1).view(torch.uint8)
     got = _ways[key](flat, [n * width for n in sent], [n * width for n in received], group)
     return got.view(rows.dtype).view(sum(received), *rows.shape[1:])
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return rows.shape[1:].numel() * rows.element_size()
 
 
 def _find_way(device: torch.device, group: dist.ProcessGroup | None) -> _Way:
