@@ -102,6 +102,7 @@ def _signature(schema: str) -> tuple[tuple[str, ...], dict[str, Any], tuple[str,
     return names, defaults, tuple(name for name in names if name not in defaults)
 
 
+@functools.cache
 def _schema_type(annotation: Any) -> str:
     if not isinstance(annotation, str):
         raise TypeError(
