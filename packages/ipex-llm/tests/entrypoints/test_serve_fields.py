@@ -528,6 +528,29 @@ def test_messages_of_tools_reach_the_template(parts):
         assert "tools" not in without
 
 
+def test_a_refusal_is_text_of_the_assistant(parts):
+    server = serve(parts)
+
+    @server
+    async def _(client):
+        said = [{"type": "text", "text": "sea "}, {"type": "refusal", "refusal": "fox"}]
+        for answer in (
+            {"content": "sea fox"},
+            {"content": said},
+            {"content": "sea ", "refusal": "fox"},
+            {"content": None, "refusal": "sea fox"},
+        ):
+            body = {"messages": [{"role": "assistant", **answer}], "return_token_strs": True}
+            found = await ask(client, "/tokenize", **body)
+            assert "".join(found["token_strs"]).endswith("|>seaĠfox</s><|assistant|>"), found
+        item = {"role": "assistant", "content": [{**said[0], "type": "output_text"}, said[1]]}
+        answer = await ask(client, "/v1/responses", input=[item], max_output_tokens=1)
+        assert answer["usage"]["input_tokens"] == found["count"]
+        item["content"][1] = {"type": "refusal"}
+        error = (await ask(client, "/v1/responses", 400, input=[item]))["error"]
+        assert error["param"] == "input.0.content.1"
+
+
 TOOL_ERRORS = [
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "got 'add' twice"),
     ({"tools": [tool("a b")]}, "tools.0.function.name", "pattern"),

@@ -320,6 +320,17 @@ class TextPart(Fields):
     text: str
 
 
+class Refusal(Fields):
+    """What the assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class CalledFunction(Fields):
     name: str
     arguments: str = "{}"
@@ -345,7 +356,8 @@ class Message(Fields):
     """One message of a conversation."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | Refusal, Field(discriminator="type")]] | None = None
+    refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_CALLS, "calls")] = None
@@ -355,7 +367,7 @@ class Message(Fields):
         """Return the message as chat templates take it."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        found: dict[str, Any] = {"role": self.role, "content": text}
+        found: dict[str, Any] = {"role": self.role, "content": text + (self.refusal or "")}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)

@@ -7,7 +7,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from ipex_core.errors import MissingComponentError
@@ -24,6 +24,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     Flag,
     Integer,
     Number,
+    Refusal,
     chat_of,
     few,
     few_tools,
@@ -91,7 +92,7 @@ class Item(Fields):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[Annotated[Part | Refusal, Field(discriminator="type")]] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -228,10 +229,10 @@ class ResponsesRequest(Fields):
         return chat_of(found, FIELDS)
 
 
-def _joined(value: str | list[Part] | None) -> str:
-    if isinstance(value, list):
-        return "".join(part.text for part in value)
-    return value or ""
+def _joined(value: str | Sequence[Part | Refusal] | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return "".join(part.text for part in value)
 
 
 #: Kind of an item -> its part and the events of its text.
