@@ -33,7 +33,7 @@ from ipex_llm.entrypoints.openai.protocol import (
 from ipex_llm.entrypoints.openai.worker import Failed
 
 try:
-    from pydantic import BaseModel, Field, field_validator
+    from pydantic import BaseModel, Field, ValidationInfo, field_validator
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
@@ -87,16 +87,28 @@ class Part(Fields):
     text: str
 
 
+#: Field that an item of a type must have.
+_NEEDED = {"message": "role", "function_call": "name", "function_call_output": "output"}
+
+
 class Item(Fields):
     """What was said, called or returned before."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: str | None = None
+    role: str | None = Field(default=None, validate_default=True)
     content: str | list[Annotated[Part | Refusal, Field(discriminator="type")]] | None = None
     call_id: str | None = None
-    name: str | None = None
+    name: str | None = Field(default=None, validate_default=True)
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[Part] | None = Field(default=None, validate_default=True)
+
+    @field_validator("role", "name", "output")
+    @classmethod
+    def _needed(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = str(info.data.get("type"))
+        if value is None and _NEEDED.get(kind) == info.field_name:
+            raise wrong(f"must be there in an item of type {kind!r}, got none")
+        return value
 
     def message(self) -> dict[str, Any] | None:
         """Return a message of a chat; None for reasoning, which is not repeated."""
