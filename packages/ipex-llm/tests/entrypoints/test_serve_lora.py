@@ -159,6 +159,19 @@ def test_load_and_unload(made):
         assert sorted(r.status_code for r in some) == [200, 400, 400]
         assert "at most 2 adapters" in next(r.text for r in some if r.status_code == 400)
         assert (await ask(client, **BODY))["choices"][0]["text"] == plain
+        add = server.engine.add_request
+
+        def unload_and_add(*args, **options):
+            server.engine.unload_lora("a")
+            return add(*args, **options)
+
+        server.engine.add_request = unload_and_add  # between the check and the start of a request
+        for stream in (False, True):
+            error = (await ask(client, status=404, **BODY, model="a", stream=stream))["error"]
+            assert error["param"] == "model" and "unloaded" in error["message"]
+            del server.engine.add_request
+            await load("a", "two")
+            server.engine.add_request = unload_and_add
 
     with pytest.raises(Exception, match="must be running"):
         asyncio.run(server.worker.call(lambda: None))

@@ -35,7 +35,11 @@ def failure(event: Failed, names: Mapping[str, str] = {}) -> ApiError:
     if isinstance(event.error, StoppedError):
         return ApiError(503, str(event.error), "server_error")
     if event.of_the_request:
-        return ApiError(400, str(event.error), param=field_of(event.error, names))
+        field = field_of(event.error, names)
+        if field == "model":  # an adapter that was there when the request came
+            text = "the model does not exist any more: its adapter has been unloaded"
+            return ApiError(404, text, param=field)
+        return ApiError(400, str(event.error), param=field)
     if isinstance(event.error, RequestError):
         return ApiError(500, str(event.error), "server_error")
     return ApiError(500, "the engine failed; see the log of the server", "server_error")
