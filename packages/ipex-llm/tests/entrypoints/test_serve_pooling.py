@@ -21,6 +21,7 @@ import ipex_llm  # noqa: E402
 from ipex_core.optimization import optimize  # noqa: E402
 from ipex_llm.engine import Engine, PoolingParams, SamplingParams  # noqa: E402
 from ipex_llm.engine.encoder import EncoderEngine  # noqa: E402
+from ipex_llm.entrypoints.openai.pooling import SIDES  # noqa: E402
 from ipex_llm.entrypoints.openai.server import Settings, create_app  # noqa: E402
 from ipex_llm.entrypoints.openai.worker import Worker  # noqa: E402
 from ipex_llm.model_loader.make import make_tokenizer  # noqa: E402
@@ -254,6 +255,9 @@ def test_scores_of_a_classifier(tokenizer):
         assert [d["score"] for d in found] == pytest.approx(sigmoids, abs=1e-4)
         response = await client.post("/v1/embeddings", json={"input": "A"})
         assert response.status_code == 400 and "got a classifier" in response.text
+        body = {"queries": "a" * 3000, "documents": TEXTS}
+        response = await client.post("/v1/score", json=body)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "queries"
 
 
 def test_scores_of_vectors_are_cosines(decoder, tokenizer):
@@ -263,10 +267,11 @@ def test_scores_of_vectors_are_cosines(decoder, tokenizer):
     @server
     async def _(client):
         vectors = [unit(states(model, tokenizer.encode(text))[-1]) for text in TEXTS]
-        body = {"text_1": TEXTS, "text_2": TEXTS[1:] + TEXTS[:1]}
-        found = (await client.post("/score", json=body)).json()["data"]
         expected = [float(vectors[i] @ vectors[(i + 1) % 3]) for i in range(3)]
-        assert [d["score"] for d in found] == pytest.approx(expected, abs=1e-3)
+        for one, other in SIDES:
+            body = {one: TEXTS, other: TEXTS[1:] + TEXTS[:1]}
+            found = (await client.post("/score", json=body)).json()["data"]
+            assert [d["score"] for d in found] == pytest.approx(expected, abs=1e-3)
         body = {"query": TEXTS[2], "documents": TEXTS}
         found = (await client.post("/rerank", json=body)).json()["results"]
         assert found[0]["index"] == 2 and found[0]["relevance_score"] == pytest.approx(1, abs=1e-4)
@@ -340,7 +345,15 @@ BAD = [
     ("/rerank", {"query": ["a"], "documents": ["a"]}, "query", "query: "),
     ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "top_n: "),
     ("/rerank", {"query": "a", "documents": ["fox " * 150]}, "documents", "fewer than 129"),
-    ("/v1/score", {"text_1": "a"}, "text_2", "text_2: Field required"),
+    ("/rerank", {"query": "fox " * 150, "documents": ["a"]}, "query", "fewer than 129"),
+    ("/rerank", {"query": "a" * 3000, "texts": ["a"]}, "query", "at most 2048 characters"),
+    ("/v1/score", {}, "text_1", "must be there"),
+    ("/v1/score", {"text_1": "a"}, "text_2", "must be there"),
+    ("/v1/score", {"documents": ["a"]}, "queries", "must be there"),
+    ("/v1/score", {"queries": "a", "documents": "a", "items": "a"}, "items", "must not be there"),
+    ("/v1/score", {"queries": "a", "documents": ["fox " * 150]}, "documents", "fewer than 129"),
+    ("/v1/score", {"queries": "fox " * 150, "items": ["a"]}, "queries", "fewer than 129"),
+    ("/v1/score", {"data_1": ["a"] * 2, "data_2": ["a"] * 3}, "data_2", "as many texts as data_1"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_2", "as many texts"),
     ("/v1/score", {"text_1": 5, "text_2": "a"}, "text_1", "text_1"),
     ("/tokenize", {}, "body", "prompt must be there"),

@@ -37,7 +37,7 @@ from ipex_llm.model_loader.pooling import PoolingConfig
 try:
     from fastapi import Request
     from fastapi.responses import JSONResponse, Response
-    from pydantic import Field, field_validator, model_validator
+    from pydantic import BeforeValidator, Field, field_validator, model_validator
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
@@ -113,33 +113,49 @@ class RerankRequest(_Pooling):
         return self
 
 
+_Side = Annotated[str | list[str] | None, BeforeValidator(_texts)]
+#: Names that the two sides of scores can have, as in vLLM.
+SIDES = (
+    *(("text_1", "text_2"), ("data_1", "data_2")),
+    *(("queries", "documents"), ("queries", "items")),
+)
+
+
 class ScoreRequest(_Pooling):
     """Body of ``/v1/score``."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: _Side = None
+    text_2: _Side = None
+    data_1: _Side = None
+    data_2: _Side = None
+    queries: _Side = None
+    documents: _Side = None
+    items: _Side = None
 
-    @field_validator("text_1", "text_2", mode="before")
-    @classmethod
-    def _known(cls, value: Any) -> Any:
-        return _texts(value)
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs: one text is compared with each of many.
+    def pairs(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
+        """Return the names of the two sides, and the pairs: one text is compared with each of many.
 
         Raises:
-            ValueError: There are unlike numbers of them.
+            ValueError: A side is not there, there are others, or the sides have unlike numbers of texts.
         """
-        one, two = self.text_1, self.text_2
-        many = [two] if isinstance(two, str) else two
-        first = [one] if isinstance(one, str) else one
+        known = dict.fromkeys(name for pair in SIDES for name in pair)
+        given = {name: texts for name in known if (texts := getattr(self, name)) is not None}
+        names = max(SIDES, key=lambda pair: len(given.keys() & set(pair)))
+        for name in names:
+            if name not in given:
+                raise ValueError(f"{name} must be there, as one of two sides, got none")
+        if len(given) > 2:
+            name = next(name for name in given if name not in names)
+            raise ValueError(f"{name} must not be there beside {' and '.join(names)}, got both")
+        sides = [given[name] for name in names]
+        first, many = ([texts] if isinstance(texts, str) else texts for texts in sides)
         if len(first) == 1:
             first = first * len(many)
         if len(first) != len(many):
             raise ValueError(
-                f"text_2 must have as many texts as text_1, {len(first)}, got {len(many)}"
+                f"{names[1]} must have as many texts as {names[0]}, {len(first)}, got {len(many)}"
             )
-        return list(zip(first, many, strict=True))
+        return names, list(zip(first, many, strict=True))
 
 
 class Tokenize(Fields):
@@ -243,7 +259,8 @@ class Pooled:
             text = f"the model {self.name!r} must give vectors, got a classifier: use /rerank or /v1/score"
             raise ApiError(400, text, param="model")
         inputs = prompts_of(body.input)
-        vectors, count = await self._vectors(request, inputs, "input", body.truncate_prompt_tokens)
+        names = [("input",)] * len(inputs)
+        vectors, count = await self._vectors(request, inputs, names, body.truncate_prompt_tokens)
         width = vectors[0].numel()
         kept = body.dimensions or width
         if kept > width:
@@ -296,12 +313,10 @@ class Pooled:
         """Answer with a number for each pair of texts."""
         self.check_model(body.model)
         try:
-            pairs = body.pairs()
+            names, pairs = body.pairs()
         except ValueError as error:
             raise ApiError(400, str(error), param=field_of(error)) from None
-        scores, count = await self._scores(
-            request, pairs, ("text_1", "text_2"), body.truncate_prompt_tokens
-        )
+        scores, count = await self._scores(request, pairs, names, body.truncate_prompt_tokens)
         data = [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
         head = {"id": f"score-{secrets.token_hex(12)}", "object": "list"}
         head |= {"created": int(time.time()), "model": self.name}  # type: ignore[dict-item]
@@ -326,9 +341,9 @@ class Pooled:
         """Return a score for each pair, and the number of tokens: of a classifier, or the cosine of vectors."""
         if self.labels is None:
             # Each text once, however many pairs it is in.
-            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-            name = names[1] if pairs[0][0] else names[0]
-            vectors, count = await self._vectors(request, texts, name, truncate)
+            sides = {text: (n,) for pair in pairs for text, n in zip(pair, names, strict=True)}
+            texts = list(sides)
+            vectors, count = await self._vectors(request, texts, list(sides.values()), truncate)
             units = {
                 text: vector / vector.norm().clamp_min(1e-12)
                 for text, vector in zip(texts, vectors, strict=True)
@@ -337,23 +352,28 @@ class Pooled:
         if self.labels != 1:
             text = f"the model {self.name!r} must have one score, got a classifier of {self.labels}"
             raise ApiError(400, text, param="model")
-        vectors, count = await self._vectors(request, pairs, names[1], truncate)
+        vectors, count = await self._vectors(request, pairs, [names] * len(pairs), truncate)
         squashed = self.config.sigmoid and not raw
         return [float(v[0].sigmoid() if squashed else v[0]) for v in vectors], count
 
     async def _vectors(
-        self, request: Request, inputs: Sequence[Any], name: str, truncate: int | None
+        self,
+        request: Request,
+        inputs: Sequence[Any],
+        names: Sequence[tuple[str, ...]],
+        truncate: int | None,
     ) -> tuple[list[torch.Tensor], int]:
         """Return a float32 vector for each input, and the number of tokens.
 
         Args:
             request: Whose client waits.
             inputs: Texts, token ids, or pairs of texts.
-            name: The field that has them.
+            names: For each the field that has it; for a pair both fields.
             truncate: Most tokens that are kept of each; -1: what the model takes; None: longer ones are an error.
         """
-        for part in inputs:
-            for one in part if isinstance(part, tuple) else (part,):
+        for part, fields in zip(inputs, names, strict=True):
+            parts = part if isinstance(part, tuple) else (part,)
+            for one, name in zip(parts, fields, strict=True):
                 if truncate is not None and not isinstance(one, str):
                     continue
                 try:
@@ -370,7 +390,7 @@ class Pooled:
         with job.watching(request):
             for at in range(0, len(order), size):
                 chosen = order[at : at + size]
-                requests = [(self._maker(inputs[i], name, truncate), [params]) for i in chosen]
+                requests = [(self._maker(inputs[i], truncate), [params]) for i in chosen]
                 while True:
                     try:
                         job.tickets = submit(self.worker, requests)
@@ -383,7 +403,7 @@ class Pooled:
                     while i not in found:
                         event = await job.event(ticket)
                         if isinstance(event, Failed):
-                            raise _named(failure(event), name)
+                            raise _named(failure(event), names[i][-1])
                         if isinstance(event, Accepted):
                             count += len(event.prompt.tokens)
                             continue
@@ -391,7 +411,7 @@ class Pooled:
                         found[i] = event.vector
         return [found[i] for i in range(len(inputs))], count
 
-    def _maker(self, part: Any, name: str, truncate: int | None) -> Callable[[], Prompt]:
+    def _maker(self, part: Any, truncate: int | None) -> Callable[[], Prompt]:
         """Return a function that makes the tokens of an input."""
         most = self.most if truncate in (None, -1) else min(truncate or 0, self.most)
 
