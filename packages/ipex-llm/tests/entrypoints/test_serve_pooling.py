@@ -196,6 +196,9 @@ def test_embeddings(tokenizer):
         assert cut == 9
         cut = (await ask(input="fox " * 100, truncate_prompt_tokens=-1))["usage"]["prompt_tokens"]
         assert cut == 64
+        body = {"input": "fox", "dimensions": 33}
+        error = (await client.post("/v1/embeddings", json=body)).json()["error"]
+        assert error["param"] == "dimensions" and "at most 32" in error["message"]
         many = await ask(input=[f"fox {n}" for n in range(300)])
         assert [d["index"] for d in many["data"]] == list(range(300))
 
@@ -392,6 +395,10 @@ def test_what_is_refused(decoder, tokenizer):
             assert (await client.post(path, json=body)).status_code == 404
         assert server.worker.unfinished == 0
         assert server.worker.engine.stats().blocks_held == 0
+        before = server.worker.engine.stats().prompt_tokens
+        body = {"input": TEXTS, "dimensions": 65}
+        assert (await client.post("/v1/embeddings", json=body)).status_code == 400
+        assert server.worker.engine.stats().prompt_tokens == before  # nothing was computed
 
 
 def test_a_client_that_goes_away_frees_the_rest(tokenizer):

@@ -258,14 +258,15 @@ class Pooled:
         if self.labels is not None:
             text = f"the model {self.name!r} must give vectors, got a classifier: use /rerank or /v1/score"
             raise ApiError(400, text, param="model")
+        if body.dimensions is not None and body.dimensions > (width := self._width):
+            text = (
+                f"dimensions must be at most {width}, the width of the model, got {body.dimensions}"
+            )
+            raise ApiError(400, text, param="dimensions")
         inputs = prompts_of(body.input)
         names = [("input",)] * len(inputs)
         vectors, count = await self._vectors(request, inputs, names, body.truncate_prompt_tokens)
-        width = vectors[0].numel()
-        kept = body.dimensions or width
-        if kept > width:
-            text = f"dimensions must be at most {width}, the width of the model, got {kept}"
-            raise ApiError(400, text, param="dimensions")
+        kept = body.dimensions or vectors[0].numel()
         data = []
         for index, vector in enumerate(vectors):
             data.append(
@@ -323,6 +324,14 @@ class Pooled:
         return JSONResponse({**head, "data": data, "usage": _usage(count)})
 
     # -- behind them ---------------------------------------------------------------------------------------------
+
+    @property
+    def _width(self) -> int:
+        """Numbers of a vector."""
+        engine = self.worker.engine
+        if isinstance(engine, EncoderEngine):
+            return int(engine.model.config.get_text_config().hidden_size)
+        return int(engine.runner.plan.hidden_size)
 
     def _scaled(self, vector: torch.Tensor) -> torch.Tensor:
         """Return a vector in the length that the model's folder asks for."""
