@@ -368,6 +368,7 @@ def test_shutdown_ends_what_runs():
             assert (await task).status_code == 503
             await stop
             assert (await client.get("/health")).status_code == 503
+            assert (await client.post("/ping")).status_code == 503
             assert (await client.post("/v1/completions", json=body)).status_code == 503
 
     asyncio.run(asyncio.wait_for(main(), 30))

@@ -113,6 +113,8 @@ def test_two_engines_answer_as_one():
         assert (await client.get("/v1/nothing")).status_code == 404
         answer = await client.get("/health", headers={"Authorization": ""})
         assert answer.json() == {"status": "ok", "engines": ["ok", "ok"]}
+        assert (await client.post("/ping", headers={"Authorization": ""})).json() == answer.json()
+        assert sorted((await client.get("/version")).json()) == ["version"]
         assert (await client.get("/metrics", headers={"Authorization": ""})).status_code == 401
         text = (await client.get("/metrics")).text
         for index in (0, 1):

@@ -18,6 +18,7 @@ httpx = pytest.importorskip("httpx")
 from entrypoints.test_serve import GREEDY, Server, SlowRunner, Tokenizer, events, text_of  # noqa: E402
 from fake_runner import FakeRunner  # noqa: E402
 
+from ipex_llm import __version__  # noqa: E402
 from ipex_llm.engine import SamplingParams  # noqa: E402
 from ipex_llm.entrypoints.openai.texts import CHARACTERS_PER_TOKEN  # noqa: E402
 from ipex_llm.entrypoints.openai.worker import TOKENIZERS, Prompt  # noqa: E402
@@ -490,10 +491,22 @@ def test_nothing_but_health_is_open_without_the_key():
 
     @server
     async def _(client):
-        for path in ("/metrics", "/openapi.json", "/docs", "/redoc", "/v1/models", "/nothing"):
+        for path in (
+            "/metrics",
+            "/version",
+            "/openapi.json",
+            "/docs",
+            "/redoc",
+            "/v1/models",
+            "/nothing",
+        ):
             assert error_of(await client.get(path))["code"] == 401
         assert (await client.get("/health")).status_code == 200
+        for ping in (client.get("/ping"), client.post("/ping", content=b"{}")):
+            assert (await ping).json() == {"status": "ok"}
         right = {"Authorization": "bearer secret"}
+        version = (await client.get("/version", headers=right)).json()
+        assert version == {"version": __version__}
         assert "ipex_llm_steps_total" in (await client.get("/metrics", headers=right)).text
         assert (await client.get("/openapi.json", headers=right)).status_code == 404
 

@@ -43,9 +43,9 @@ _BODIES = {
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }
 #: Paths that are counted by name; others together, so that clients cannot fill the memory with names.
-_PATHS = {*_BODIES, "/v1/models", "/metrics", "/health"}
+_PATHS = {*_BODIES, "/v1/models", "/metrics", "/version", "/health", "/ping"}
 #: Paths that need no key.
-_OPEN = {"/health"}
+_OPEN = {"/health", "/ping"}
 #: A refused body up to this size is read and thrown away, so that the client sees the answer and no reset connection.
 _DRAIN = 64 << 10
 #: A number with more digits is larger than any limit.

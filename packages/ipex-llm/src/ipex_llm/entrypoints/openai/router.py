@@ -175,7 +175,8 @@ class Router:
             await self._live(receive, send)
             return
         try:
-            if scope["method"] == "GET" and scope["path"] == "/health":
+            health = scope["method"] == "GET" and scope["path"] == "/health"
+            if health or (scope["method"] in ("GET", "POST") and scope["path"] == "/ping"):
                 await self._health(send)
             elif scope["method"] == "GET" and scope["path"] == "/metrics":
                 await self._metrics(send)

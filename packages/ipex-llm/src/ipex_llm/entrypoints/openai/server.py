@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from ipex_core.errors import MissingComponentError
+from ipex_llm import __version__
 from ipex_llm.engine import EngineStats, SamplingParams, StepOutput, TokenLogprobs
 from ipex_llm.engine.encoder import EncoderEngine
 from ipex_llm.entrypoints.openai import responses
@@ -150,9 +151,14 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         return _response(ApiError(error.status_code, text, headers=error.headers))
 
     @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"])
     async def health() -> Response:
         ok = worker.alive
         return JSONResponse({"status": "ok" if ok else "stopping"}, 200 if ok else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
     @app.get("/metrics")
     async def metrics() -> Response:
