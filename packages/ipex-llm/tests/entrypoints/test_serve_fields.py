@@ -20,6 +20,7 @@ from small_llama import llama
 
 import ipex_llm
 from ipex_llm.engine import Engine, SamplingParams
+from ipex_llm.entrypoints.openai.grammar import Grammars, Wanted
 from ipex_llm.model_loader.make import make_tokenizer
 
 PROMPT = "The quick brown fox"
@@ -334,6 +335,31 @@ def test_structured_outputs(parts, structured):
         # Greedy, with penalties, and beside a bias against the only allowed token.
         body = {**GREEDY, "max_tokens": 60, "regex": "aaa", "logit_bias": {"70": -100}}
         assert (await ask(client, **body, repetition_penalty=1.5))["choices"][0]["text"] == "aaa"
+
+
+def test_bounds_of_numbers(parts, structured):
+    """Which texts may come for bounds that are part of the range, and for bounds that are not."""
+    grammars = Grammars(Engine(parts[1], parts[2], num_blocks=4, eos_token_ids=(1,)))
+    for rule, good, bad in (
+        ({"type": "integer", "exclusiveMinimum": 3}, "4 30", "3 2"),
+        ({"type": "integer", "exclusiveMaximum": 3}, "2 -9", "3 4"),
+        ({"type": "number", "exclusiveMinimum": 3}, "3.1 3.0001 30", "3 3.0 3.00 2.9"),
+        ({"type": "number", "exclusiveMaximum": 2.5}, "2.49 -9", "2.5 2.50 3"),
+        ({"type": "number", "minimum": 3}, "3 3.0", "2.9"),
+    ):
+        grammar = grammars.make(Wanted("json", json.dumps(rule), "schema"))
+        for text in f"{good} {bad}".split():
+            matcher = grammar.matcher()
+            for token in [*parts[2].encode(text, add_special_tokens=False), 1]:
+                matcher.fill()
+                row = torch.zeros(512)
+                matcher.apply(row)
+                if bool(row[token].isinf()):
+                    break
+                matcher.accept(token)
+            else:
+                token = None
+            assert (token is None) == (text in good.split()), (rule, text)
 
 
 def deep(count):
