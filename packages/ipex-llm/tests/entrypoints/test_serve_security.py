@@ -8,6 +8,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -207,6 +208,29 @@ def test_streams_go_on_while_large_bodies_are_read(monkeypatch):
         go.set()
         assert [(await task).status_code for task in tasks] == [200, 200, 200]
         assert len(begun) == 3 and threading.main_thread() not in begun
+
+
+def test_large_bodies_leave_time_to_the_streams(monkeypatch):
+    """Three clients that send one after the other kept a thread busy; an error must wait, too."""
+    from ipex_llm.entrypoints.openai import protocol
+
+    times, parse = [], protocol.parse_body
+
+    def slow(kind, data):
+        times.append(time.monotonic())
+        time.sleep(0.03)
+        times.append(time.monotonic())
+        return parse(kind, data)
+
+    monkeypatch.setattr(protocol, "parse_body", slow)
+    server = Server()
+
+    @server
+    async def _(client):
+        body = {"input": ["a"] * 5000}
+        many = [client.post("/v1/embeddings", json=body) for _ in range(3)]
+        assert [r.status_code for r in await asyncio.gather(*many)] == [400] * 3
+        assert len(times) == 6 and all(times[i + 1] - times[i] > 0.08 for i in (1, 3))
 
 
 def test_texts_of_alternatives_are_made_as_they_come():

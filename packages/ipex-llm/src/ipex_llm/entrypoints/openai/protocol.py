@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -95,6 +96,9 @@ MAX_TOOLS, MAX_CALLS, MAX_TEXTS = 128, 128, 1000
 
 #: Bytes of a body that is read at once, on the event loop.
 _AT_ONCE = 16 << 10
+#: Times as long as a larger body took, and at most so many seconds, pass before the next one is read: clients that send
+#: one after the other would take the interpreter and a core from the streams.
+_REST, _LONGEST_REST = 3.0, 1.0
 
 #: JSON has numbers, texts and truth values; one is not taken for another.
 Number = Annotated[float, Field(strict=True)]
@@ -653,7 +657,11 @@ async def read_body(kind: type[Body], request: Request, turn: asyncio.Semaphore)
     if len(data) <= _AT_ONCE:
         return parse_body(kind, data)
     async with turn:
-        return await asyncio.to_thread(parse_body, kind, data)
+        begun = time.monotonic()
+        try:
+            return await asyncio.to_thread(parse_body, kind, data)
+        finally:
+            await asyncio.sleep(min(_REST * (time.monotonic() - begun), _LONGEST_REST))
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
