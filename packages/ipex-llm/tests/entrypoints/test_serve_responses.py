@@ -93,6 +93,11 @@ def test_calls_and_what_they_returned(parts):  # noqa: F811
         form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
         answer = await ask(client, PATH, input="fox", text={"format": form}, max_output_tokens=60)
         assert json.loads(answer["output"][0]["content"][0]["text"])["a"] in (1, 2)
+        # Fields beyond the API do what they do in a chat.
+        answer = await ask(client, PATH, input="fox", regex="abc", max_output_tokens=60)
+        assert answer["output"][0]["content"][0]["text"] == "abc"
+        answer = await ask(client, PATH, input="fox", logit_bias={"77": 100}, **GREEDY)
+        assert answer["output"][0]["content"][0]["text"] == parts[2].decode([77] * 6)
 
 
 def test_log_probabilities_and_what_is_echoed(parts):  # noqa: F811
@@ -176,6 +181,9 @@ BAD = [
     ({"input": "a", "tool_choice": "required"}, "tool_choice", "tools to choose from"),
     ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
     ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "response_format", "a schema"),
+    ({"input": "a", "top_k": 1.5}, "top_k", "integer"),
+    ({"input": "a", "stop": [""]}, "stop", "not empty"),
+    ({"input": "a", "bad_words": ["a"]}, "bad_words", "not supported"),
 ]
 
 

@@ -218,7 +218,7 @@ def schema_wanted(schema: Any, field: str) -> Wanted:
 
 
 #: Fields of the OpenAI API and of vLLM that would change the answer, and are not supported.
-_REFUSED = (
+REFUSED = (
     *("suffix", "functions", "audio", "web_search_options", "bad_words", "allowed_token_ids"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "logits_processors"),
     *("use_beam_search", "truncate_prompt_tokens", "prompt_logprobs", "prompt_embeds", "echo"),
@@ -267,7 +267,7 @@ class _Common(Fields):
         """Return a field of the body ``found`` that is not supported, or None."""
         if found.get("add_generation_prompt") is False:
             return "add_generation_prompt"
-        names = (name for name in _REFUSED if name not in type(self).model_fields)
+        names = (name for name in REFUSED if name not in type(self).model_fields)
         return next((name for name in names if found.get(name)), None)
 
     def wanted(self) -> Wanted | None:

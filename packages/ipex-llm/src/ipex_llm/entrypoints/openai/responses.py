@@ -17,6 +17,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     FUNCTION_NAME,
     MAX_MESSAGES,
     MAX_PARTS,
+    REFUSED,
     ApiError,
     ChatRequest,
     Effort,
@@ -33,7 +34,7 @@ from ipex_llm.entrypoints.openai.protocol import (
 from ipex_llm.entrypoints.openai.worker import Failed
 
 try:
-    from pydantic import BaseModel, Field, ValidationInfo, field_validator
+    from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
@@ -124,6 +125,13 @@ class Item(Fields):
         return {"role": role, "content": _joined(self.content)}
 
 
+#: Fields of chats that are not of this API: each is taken, or refused, as in a chat.
+_MORE = (
+    *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "regex", "grammar"),
+    *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs"),
+    *("chat_template_kwargs", "add_generation_prompt", *REFUSED),
+)
 #: Fields of responses by the names that chats have for them.
 FIELDS = {"prompt": "input", "messages": "input", "max_completion_tokens": "max_output_tokens"}
 
@@ -131,6 +139,7 @@ FIELDS = {"prompt": "input", "messages": "input", "max_completion_tokens": "max_
 class ResponsesRequest(Fields):
     """Body of ``/v1/responses``."""
 
+    model_config = ConfigDict(extra="allow")
     model: str | None = None
     input: Annotated[str | list[Item], few(MAX_MESSAGES, "items", MAX_PARTS)] = Field(min_length=1)
     instructions: str | None = None
@@ -216,6 +225,8 @@ class ResponsesRequest(Fields):
             "top_logprobs": self.top_logprobs if self.logprobs else 0,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
+        more = self.model_extra or {}
+        found |= {name: more[name] for name in _MORE if name in more}
         for name in ("temperature", "top_p"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
