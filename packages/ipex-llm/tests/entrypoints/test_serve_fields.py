@@ -296,6 +296,8 @@ def test_structured_outputs(parts, structured):
     async def _(client):
         for body, check in (
             ({"response_format": wrapped}, check_object),
+            ({"response_format": {"type": "json_object", "schema": SCHEMA}}, check_object),
+            ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, check_object),
             ({"structured_outputs": {"json": SCHEMA}}, check_object),
             ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, check_object),
             ({"regex": "[0-9]{3}-[a-f]{1,9}"}, number),
@@ -404,6 +406,8 @@ RULES = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
+    ({"json_schema": SCHEMA}, "json_schema"),
     ({"response_format": 5}, "response_format"),
 ]
 

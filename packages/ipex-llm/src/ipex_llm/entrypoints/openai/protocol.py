@@ -190,11 +190,14 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Any = Field(None, alias="schema")  # as llama.cpp has it
 
     def wanted(self, field: str) -> list[Wanted]:
         """Return what is asked for."""
         if self.type == "text":
             return []
+        if self.schema_ is not None:
+            return [schema_wanted(self.schema_, f"{field}.schema")]
         if self.type == "json_object":
             return [schema_wanted({"type": "object"}, field)]
         schema = None if self.json_schema is None else self.json_schema.schema_
@@ -223,7 +226,7 @@ REFUSED = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "logits_processors"),
     *("use_beam_search", "truncate_prompt_tokens", "prompt_logprobs", "prompt_embeds", "echo"),
     *("continue_final_message", "chat_template", "documents"),
-    *("return_token_ids", "return_tokens_as_token_ids"),
+    *("return_token_ids", "return_tokens_as_token_ids", "json_schema"),
 )
 
 
