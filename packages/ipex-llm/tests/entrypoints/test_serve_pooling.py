@@ -192,6 +192,14 @@ def test_embeddings(tokenizer):
         assert numbers == pytest.approx(found["data"][0]["embedding"], rel=1e-4, abs=1e-5)
         short = (await ask(input=TEXTS[0], dimensions=5))["data"][0]["embedding"]
         torch.testing.assert_close(torch.tensor(short), unit(expected[0][:5]), rtol=1e-3, atol=1e-4)
+        for name in ("normalize", "use_activation"):
+            long = (await ask(input=ids[0], **{name: False}))["data"][0]["embedding"]
+            assert unit(torch.tensor(long)).tolist() == pytest.approx(
+                expected[0].tolist(), abs=1e-4
+            )
+            assert torch.tensor(long).norm() == pytest.approx(
+                float(states(model, ids[0]).mean(0).norm()), rel=1e-3
+            )
         cut = (await ask(input=[3] * 200, truncate_prompt_tokens=9))["usage"]["prompt_tokens"]
         assert cut == 9
         cut = (await ask(input="fox " * 100, truncate_prompt_tokens=-1))["usage"]["prompt_tokens"]
@@ -339,6 +347,7 @@ BAD = [
         "truncate_prompt_tokens",
         "-1 or at least 1",
     ),
+    ("/v1/embeddings", {"input": "a", "normalize": 1}, "normalize", "normalize: "),
     ("/rerank", {"query": "a"}, "body", "documents must be there"),
     ("/rerank", {"query": "a", "documents": ["a"], "texts": ["a"]}, "body", "got both"),
     ("/rerank", {"query": "a", "documents": []}, "documents", "a list of texts, got none"),

@@ -65,6 +65,8 @@ class EmbeddingRequest(_Pooling):
     input: Any
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[Integer, Field(ge=1)] | None = None
+    normalize: Flag | None = None
+    use_activation: Flag | None = None  # a later name of vLLM's for it
 
     @field_validator("input")
     @classmethod
@@ -268,12 +270,17 @@ class Pooled:
         vectors, count = await self._vectors(request, inputs, names, body.truncate_prompt_tokens)
         kept = body.dimensions or vectors[0].numel()
         data = []
+        asked = body.use_activation if body.normalize is None else body.normalize
+        scaled = self.config.normalize if asked is None else asked
         for index, vector in enumerate(vectors):
+            vector = vector[:kept]
+            if scaled:
+                vector = vector / vector.norm().clamp_min(1e-12)
             data.append(
                 {
                     "object": "embedding",
                     "index": index,
-                    "embedding": _written(self._scaled(vector[:kept]), body.encoding_format),
+                    "embedding": _written(vector, body.encoding_format),
                 }
             )
             if index % max(1, _AT_ONCE // kept) == 0:
@@ -332,12 +339,6 @@ class Pooled:
         if isinstance(engine, EncoderEngine):
             return int(engine.model.config.get_text_config().hidden_size)
         return int(engine.runner.plan.hidden_size)
-
-    def _scaled(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return a vector in the length that the model's folder asks for."""
-        if not self.config.normalize:
-            return vector
-        return vector / vector.norm().clamp_min(1e-12)
 
     async def _scores(
         self,
