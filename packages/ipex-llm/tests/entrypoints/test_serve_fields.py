@@ -539,6 +539,8 @@ def test_messages_of_tools_reach_the_template(parts):
                 {"role": "user", "content": "x"},
                 {"role": "assistant", "content": None, "tool_calls": [call]},
                 {"role": "tool", "content": "3", "tool_call_id": "c"},
+                {"role": "assistant", "content": "x", "reasoning": "because"},
+                {"role": "assistant", "content": "x", "reasoning": {"effort": "low"}},
             ]
             body = {"messages": messages, "tools": TOOLS, "max_tokens": 1}
             body["chat_template_kwargs"] = {"think": False}
@@ -553,6 +555,7 @@ def test_messages_of_tools_reach_the_template(parts):
         assert error["param"] == "tools.0"
         (messages, options), (_, without) = seen
         assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+        assert messages[3] == {**messages[4], "reasoning_content": "because"}
         assert messages[2]["tool_call_id"] == "c" and options["think"] is False
         assert [t["function"]["name"] for t in options["tools"]] == ["add", "stop"]
         assert "tools" not in without

@@ -367,6 +367,7 @@ class Message(Fields):
     refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None  # another name of it, in vLLM too; elsewhere no text
     tool_calls: Annotated[list[ToolCall] | None, few(MAX_CALLS, "calls")] = None
     tool_call_id: str | None = None
 
@@ -375,6 +376,8 @@ class Message(Fields):
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         found: dict[str, Any] = {"role": self.role, "content": text + (self.refusal or "")}
+        if isinstance(self.reasoning, str):
+            found["reasoning_content"] = self.reasoning
         for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
