@@ -70,6 +70,30 @@ def test_sizes_may_vary() -> None:
     assert len(explain(fast).graphs) <= 4
 
 
+@pytest.mark.parametrize(
+    ("asked", "called"),
+    [
+        ({"scale_factor": 2, "mode": "bilinear"}, "none"),
+        ({"size": (13, 12), "mode": "bilinear", "align_corners": True}, "none"),
+        ({"scale_factor": 1.5}, "none"),
+        ({"scale_factor": 2, "mode": "bicubic"}, "1x aten::upsample_bicubic2d.default"),
+    ],
+)
+def test_upsampling_stays_whole(asked: dict[str, Any], called: str) -> None:
+    conv = nn.Conv2d(3, 16, 3)
+
+    def function(x: Tensor) -> Tensor:
+        return functional.interpolate(conv(x), **asked)
+
+    fast = torch.compile(function, backend=ipex_backend)
+    with torch.no_grad():
+        for n, height, width in ((2, 9, 8), (3, 10, 12)):
+            x = torch.randn(n, 3, height, width)
+            close([fast(x)], [function(x).contiguous()])
+    for graph in explain(fast).graphs:
+        assert [note for note in graph.notes if note.endswith(f"called through torch: {called}")]
+
+
 def test_guards_of_dynamo_hold() -> None:
     model = Net().eval()
     fast = compiled(model)

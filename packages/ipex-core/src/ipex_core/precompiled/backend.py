@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ from ipex_core.precompiled.writes import WRAPPED, drop_writes, why_not
 
 #: A graph with more calls of torch among so many instructions runs faster as Inductor's code.
 _MOST_CALLS = 0.05
+_UPSAMPLING: Any = (
+    torch.ops.aten.upsample_bilinear2d,
+    torch.ops.aten.upsample_nearest2d,
+    torch.ops.aten.upsample_bicubic2d,
+    torch.ops.aten._upsample_nearest_exact2d,
+)
 
 
 class NoProgramError(Exception):
@@ -98,8 +105,40 @@ def compile_program(
     if not plain:
         output.args = (tuple(results),)
         gm.recompile()
-    compiled: Callable[..., Any] = made(gm, example_inputs)
+    with _whole_upsampling():
+        compiled: Callable[..., Any] = made(gm, example_inputs)
     return compiled if plain else lambda *args: tree_unflatten(list(compiled(*args)), spec)
+
+
+@contextlib.contextmanager
+def _whole_upsampling() -> Iterator[None]:
+    """Record upsampling as one op: torch has Python kernels that write it out, whatever the decompositions are."""
+    from torch._decomp.decompositions import upsample_compute_output_size
+
+    def sized(op: Any) -> Callable[..., Tensor]:
+        def call(x: Tensor, size: Any, *rest: Any) -> Any:
+            *corners, factors = rest
+            size = upsample_compute_output_size(x.size(), size, factors)
+            return op(x, size, *corners, *(factors or (None, None)))
+
+        return call
+
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    kept = []
+    for packet in _UPSAMPLING:
+        for op, kernels in (
+            (packet.vec, dict.fromkeys(keys, sized(packet.default))),
+            (packet.default, {}),
+        ):
+            kept.append((op, op.py_kernels))
+            op.py_kernels = {k: v for k, v in op.py_kernels.items() if k not in keys} | kernels
+            op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, before in reversed(kept):
+            op.py_kernels = before
+            op._dispatch_cache.clear()
 
 
 def _constants() -> tuple[dict[int, Tensor], list[Tensor]]:
