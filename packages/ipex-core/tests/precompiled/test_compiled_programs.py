@@ -77,13 +77,16 @@ def test_sizes_may_vary() -> None:
         ({"size": (13, 12), "mode": "bilinear", "align_corners": True}, "none"),
         ({"scale_factor": 1.5}, "none"),
         ({"scale_factor": 2, "mode": "bicubic"}, "1x aten::upsample_bicubic2d.default"),
+        ({"pad": (1, 2, 2, 1), "mode": "reflect"}, "1x aten::reflection_pad2d.default"),
+        ({"pad": (1, 2, 2, 1), "mode": "replicate"}, "1x aten::replication_pad2d.default"),
     ],
 )
-def test_upsampling_stays_whole(asked: dict[str, Any], called: str) -> None:
+def test_resampling_stays_whole(asked: dict[str, Any], called: str) -> None:
     conv = nn.Conv2d(3, 16, 3)
+    resample: Any = functional.pad if "pad" in asked else functional.interpolate
 
     def function(x: Tensor) -> Tensor:
-        return functional.interpolate(conv(x), **asked)
+        return torch.relu(resample(conv(x), **asked))
 
     fast = torch.compile(function, backend=ipex_backend)
     with torch.no_grad():

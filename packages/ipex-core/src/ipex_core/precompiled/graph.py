@@ -27,7 +27,10 @@ from ipex_core.util.symbolic import hints
 aten = torch.ops.aten
 
 #: What Inductor writes out and kernels do better whole.
-_WHOLE = ("batch_norm", "upsample", "max_pool2d", "grid_sampler", "native_group_norm")
+_WHOLE = (
+    *("batch_norm", "upsample", "max_pool2d", "grid_sampler", "native_group_norm"),
+    *("reflection_pad", "replication_pad"),
+)
 #: The convolution of INT8 models, which has an instruction.
 INT8_CONV = "ipex_quant::int8_conv"
 #: Checks that `torch.export` writes down; the sizes and dtypes of inputs are checked before a run.
