@@ -60,6 +60,15 @@ def test_graphs_are_programs() -> None:
     assert graph.count("linear") == 1
 
 
+def test_weights_that_are_computed_are_packed() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)).eval()
+    fast, x = compiled(model), torch.randn(3, 16)
+    with torch.no_grad():
+        close([fast(x)], [model(x)])
+    (graph,) = explain(fast).graphs
+    assert graph.count("linear") == 1
+
+
 def test_sizes_may_vary() -> None:
     model = Net().eval()
     fast = compiled(model)

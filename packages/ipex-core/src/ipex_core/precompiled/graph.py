@@ -695,10 +695,17 @@ def fold_constants(module: fx.GraphModule, leave: Collection[Any] = ()) -> None:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
             with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
                 known[node] = node.target(*args, **kwargs)
+    coded: set[fx.Node] = set()  # the passes know weights of 8 and 4 bits as they are written
+    for node, value in known.items():
+        dtype = getattr(value, "dtype", None)
+        if dtype not in FLOATS or not coded.isdisjoint(node.all_input_nodes):
+            coded.add(node)
     for node, value in known.items():
         if node.op == "get_attr" or not isinstance(value, Tensor):
             continue
-        if all(user in known for user in node.users):
+        if all(
+            user in known and (user.target not in leave or node in coded) for user in node.users
+        ):
             continue
         if node.target in leave or _repeats(value):
             continue
