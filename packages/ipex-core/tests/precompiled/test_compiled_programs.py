@@ -88,14 +88,17 @@ def test_sizes_may_vary() -> None:
         ({"scale_factor": 2, "mode": "bicubic"}, "1x aten::upsample_bicubic2d.default"),
         ({"pad": (1, 2, 2, 1), "mode": "reflect"}, "1x aten::reflection_pad2d.default"),
         ({"pad": (1, 2, 2, 1), "mode": "replicate"}, "1x aten::replication_pad2d.default"),
+        ({"weight": torch.rand(16), "bias": torch.rand(16), "eps": 0.1}, "none"),
+        ({"eps": 0.1}, "none"),
     ],
 )
-def test_resampling_stays_whole(asked: dict[str, Any], called: str) -> None:
+def test_ops_that_stay_whole(asked: dict[str, Any], called: str) -> None:
     conv = nn.Conv2d(3, 16, 3)
-    resample: Any = functional.pad if "pad" in asked else functional.interpolate
+    other: Any = functional.pad if "pad" in asked else functional.interpolate
+    op = functional.instance_norm if "eps" in asked else other
 
     def function(x: Tensor) -> Tensor:
-        return torch.relu(resample(conv(x), **asked))
+        return torch.relu(op(conv(x), **asked))
 
     fast = torch.compile(function, backend=ipex_backend)
     with torch.no_grad():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -105,15 +106,17 @@ def compile_program(
     if not plain:
         output.args = (tuple(results),)
         gm.recompile()
-    with _whole_upsampling():
+    with _whole_ops():
         compiled: Callable[..., Any] = made(gm, example_inputs)
     return compiled if plain else lambda *args: tree_unflatten(list(compiled(*args)), spec)
 
 
 @contextlib.contextmanager
-def _whole_upsampling() -> Iterator[None]:
-    """Record upsampling as one op: torch has Python kernels that write it out, whatever the decompositions are."""
+def _whole_ops() -> Iterator[None]:
+    """Record upsampling and instance norms as one op: torch writes them out before decompositions are asked."""
     from torch._decomp.decompositions import upsample_compute_output_size
+
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
 
     def sized(op: Any) -> Callable[..., Tensor]:
         def call(x: Tensor, size: Any, *rest: Any) -> Any:
@@ -123,20 +126,26 @@ def _whole_upsampling() -> Iterator[None]:
 
         return call
 
-    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
-    kept = []
+    def grouped(x: Tensor, weight: Any, bias: Any, mean: Any, *rest: Any) -> Any:
+        # A group norm with a group for each channel.
+        if mean is not None or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+            return norm._op_dk(keys[0], x, weight, bias, mean, *rest)
+        n, c, *sizes = x.shape
+        op = torch.ops.aten.native_group_norm.default
+        return op(x, weight, bias, n, c, math.prod(sizes), c, rest[3])[0]
+
+    norm: Any = torch.ops.aten.instance_norm.default
+    rules: dict[Any, dict[Any, Any]] = {norm: dict.fromkeys(keys, grouped)}
     for packet in _UPSAMPLING:
-        for op, kernels in (
-            (packet.vec, dict.fromkeys(keys, sized(packet.default))),
-            (packet.default, {}),
-        ):
-            kept.append((op, op.py_kernels))
+        rules |= {packet.vec: dict.fromkeys(keys, sized(packet.default)), packet.default: {}}
+    kept = [(op, op.py_kernels) for op in rules]
+    try:
+        for op, kernels in rules.items():
             op.py_kernels = {k: v for k, v in op.py_kernels.items() if k not in keys} | kernels
             op._dispatch_cache.clear()
-    try:
         yield
     finally:
-        for op, before in reversed(kept):
+        for op, before in kept:
             op.py_kernels = before
             op._dispatch_cache.clear()
 
