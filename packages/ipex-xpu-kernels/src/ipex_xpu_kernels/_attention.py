@@ -10,7 +10,7 @@ import torch
 
 from ipex_core.library.checks import check_once, read_once
 from ipex_core.library.spec import FLOATS, check
-from ipex_core.ops.attention import check_offsets
+from ipex_core.ops.attention import check_offsets, near_shape
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
 from ipex_xpu_kernels._launch import DTYPES, dense, is_gpu, kernel, launch
 
@@ -304,6 +304,8 @@ def _single_query(
     mapped = head_mapping is not None and head_mapping.shape[0] == query.shape[1]
     if mapped or output.stride(-1) != 1:
         return False  # the definition reads the mapping
+    if near_shape(query, alibi_slopes):
+        return False
     if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
         return False
     blocks = key_cache.shape[0]
@@ -405,6 +407,8 @@ def _flash_attn_varlen_func(
     value_scales: Tensor | None = None,
 ) -> bool:
     op = "flash_attn_varlen_func"
+    if near_shape(query, alibi_slopes):
+        return False
     if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
         return False
     queries = check_offsets(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0])

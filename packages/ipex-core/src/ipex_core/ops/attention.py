@@ -33,9 +33,18 @@ from ipex_core.ops.kv_cache import check_index_tensor
 Tensor = torch.Tensor
 
 
+def near_shape(query: Tensor, slopes: Tensor | None) -> bool:
+    """Return whether slopes are numbers for the last keys of each query."""
+    if slopes is None or slopes.dim() != 3 or slopes.shape[2] == 0:
+        return False
+    return slopes.shape[:2] == query.shape[:2]
+
+
 def check_options(a: Arguments, sequences: int, heads: int) -> None:
     """Check the optional arguments that every attention op has."""
-    if a.alibi_slopes is not None:
+    if near_shape(a.query, a.alibi_slopes) and a.op.startswith("flash"):
+        check_kind(a.op, "alibi_slopes", a.alibi_slopes, a.query, "query")
+    elif a.alibi_slopes is not None:
         check_kind(a.op, "alibi_slopes", a.alibi_slopes, a.query, "query", or_float32=True)
         shapes, got = ([heads], [sequences, heads]), list(a.alibi_slopes.shape)
         a.require(got in shapes, "alibi_slopes", f"have shape {shapes[0]} or {shapes[1]}", got)
@@ -121,7 +130,11 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     query_position = torch.arange(keys - queries, keys, device=query.device)[:, None]
     behind = query_position - torch.arange(keys, device=query.device)
-    if alibi_slopes is not None:
+    if alibi_slopes is not None and alibi_slopes.dim() == 3:  # [1, heads, n], of the last keys
+        skipped = alibi_slopes.shape[2] - keys
+        near = acc(alibi_slopes)[0, :, None, max(skipped, 0) :]
+        scores = scores + functional.pad(near, (max(-skipped, 0), 0))
+    elif alibi_slopes is not None:
         scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * behind
     seen = behind >= 0
     if window_size > 0:
@@ -254,7 +267,13 @@ def attention_reference(
     ahead = (
         torch.arange(k_length, device=query.device) - place
     )  # keys relative to the place of a query
-    if alibi_slopes is not None:
+    if alibi_slopes is not None and alibi_slopes.dim() == 3:
+        near = acc(alibi_slopes).transpose(0, 1)
+        place = ahead + near.shape[-1] - 1
+        known = (place >= 0) & (ahead <= 0)
+        found = near.gather(-1, place.clamp(0, near.shape[-1] - 1).expand(heads, -1, -1))
+        scores = scores + found.masked_fill(~known, 0.0)
+    elif alibi_slopes is not None:
         scores = scores - acc(alibi_slopes)[..., None, None] * ahead.abs()
     if mask is not None:
         if mask.dtype == torch.bool:

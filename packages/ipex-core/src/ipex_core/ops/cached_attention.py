@@ -31,6 +31,7 @@ from ipex_core.ops.attention import (
     check_head_vector,
     check_mask,
     check_window,
+    near_shape,
 )
 from ipex_core.ops.kv_cache import (
     check_block_tables,
@@ -86,7 +87,8 @@ def _single_query(
         context_lens: ``[sequences]`` int32 or int64, the token of the query included.
         block_size: ``key_cache.shape[2]``.
         max_context_len: At least the largest of ``context_lens``.
-        alibi_slopes: ``[heads]`` float32: ``slope * (key position - query position)`` is added to the scores; or None.
+        alibi_slopes: ``[heads]`` float32: ``slope * (key position - query position)`` is added to the scores; or
+            ``[sequences, heads, n]`` in the dtype of ``query``: numbers added to the scores of the last n keys.
         window_size: How many keys a query sees, itself included; -1: all.
         k_scale: Factor on the numbers of ``key_cache``.
         v_scale: Factor on the numbers of ``value_cache``.
@@ -106,6 +108,7 @@ def _single_query(
     check_block_tables(OP, "context_lens", lengths, block_tables, block_size, key_cache.shape[0])
     check_longest(OP, lengths, max_context_len)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    near = alibi_slopes if near_shape(query, alibi_slopes) else None
     for s, length in enumerate(lengths):
         key, value = (
             dequantize(
@@ -123,7 +126,7 @@ def _single_query(
             key,
             value,
             scale=scale,
-            alibi_slopes=alibi_slopes,
+            alibi_slopes=near[s : s + 1] if near is not None else alibi_slopes,
             window_size=window_size,
             softcap=softcap,
             sinks=sinks,
@@ -164,7 +167,10 @@ def _check(a: Arguments) -> None:
     have = a.context_lens.shape[0]
     a.require(have == sequences, "context_lens", f"have size sequences = {sequences}", have)
     check_window(OP, a.window_size)
-    check_head_vector(OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
+    if near_shape(a.query, a.alibi_slopes):
+        check_kind(OP, "alibi_slopes", a.alibi_slopes, a.query, "query")
+    else:
+        check_head_vector(OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
     check_head_vector(OP, "sinks", a.sinks, heads, a.query)
     check_row_scales(OP, "key_scales", a.key_scales, a.key_cache)
     check_row_scales(OP, "value_scales", a.value_scales, a.value_cache)
@@ -218,6 +224,8 @@ def _samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(_arguments(dtype, [33, 65], 2, 1, 256, 128), id="large_blocks")
     slopes, sinks = randn(6, seed=4).abs(), randn(6, seed=5)
     yield Sample((*base[:10], slopes), id="alibi")
+    near = randn(3, 6, 40, dtype=dtype, seed=16)
+    yield Sample((*base[:10], near, 50, 1.0, 1.0, 3.0, sinks), id="near")
     yield Sample((*base, 20), id="window")
     yield Sample((*base, -1, 1.0, 1.0, 2.0), id="softcap")
     yield Sample((*base, -1, 1.0, 1.0, -1.0, sinks), id="sinks")

@@ -301,7 +301,8 @@ def _flash_attn_varlen_func(
         is_causal: Let a query see the keys up to its place p only.
         block_table: ``[sequences, blocks]`` int32 or int64; entries that are not needed may hold anything.
         alibi_slopes: ``[heads]`` or ``[sequences, heads]`` in the dtype of ``query`` or float32:
-            ``-slope * |p - j|`` is added to the score of the key j; or None.
+            ``-slope * |p - j|`` is added to the score of the key j. Or ``[tokens, heads, n]`` in the dtype of
+            ``query``: numbers added to the scores of the last n keys up to p, the last one to the score of p. Or None.
         window_left: How many keys before p a query sees; negative: all.
         window_right: How many keys behind p a query sees; negative: all.
         kv_cache_dtype: ``"auto"`` (what the caches are), or a demand: ``"fp8"`` or ``"fp8_e5m2"``,
@@ -334,8 +335,8 @@ def _flash_attn_varlen_func(
             return values[None].to(torch.promote_types(query.dtype, values.dtype))
 
         slopes = alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[b]
+        if slopes is not None and slopes.dim() > 1:
+            slopes = slopes[b] if slopes.dim() == 2 else slopes[begin:end]
         key = rows(key_cache, k_scale, key_scales)
         result = attention_reference(
             query[None, begin:end].transpose(1, 2).to(key.dtype),
@@ -433,6 +434,12 @@ def _flash_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((*args[:8], 0.3, False, args[10], slopes, 7, 3), id="alibi_window")
     per_sequence = slopes.repeat(6, 1) * torch.arange(1, 7)[:, None]
     yield Sample((*args, per_sequence.to(dtype)), id="alibi_per_sequence")
+    near = randn(query.shape[0], 4, 24, dtype=dtype, seed=99)
+    yield Sample((*args, near), id="near")
+    yield Sample((*args, near, 20), {"softcap": 2.0, "sinks": sinks}, id="near_everything")
+    yield Sample(
+        (*_flash_make(dtype, 8, 2, 64, 16, *mixed), randn(84, 8, 300, dtype=dtype)), id="near_long"
+    )
     yield Sample((*args, slopes, 20), {"softcap": 2.0, "sinks": sinks}, id="everything")
     yield Sample((*args, None, 4), {"sinks": sinks.to(dtype)}, id="sliding")
     wide = tuple(x.long() if x.dtype == torch.int32 else x for x in args[4:6])

@@ -135,6 +135,12 @@ IPEX_INLINE void weigh(Work<T>& work, int64_t r, int64_t first, int64_t count, b
                 query + work.sequence.shift - first - start, start, end);
       factor = 1.0f;
     }
+    if (work.sequence.near) {
+      const int64_t row = (query * args.heads + work.head(r)) * args.near_keys;
+      add_near(s, factor, static_cast<const T*>(work.sequence.near) + row, args.near_keys,
+               query + work.sequence.shift - first, start, end);
+      factor = 1.0f;
+    }
   }
   for (int64_t j = start; j < begin; ++j) s[j] = -INFINITY;
   float block;
@@ -222,7 +228,8 @@ void run(const AttentionArgs& args, const AttentionItem* items, int64_t count, c
   TileScope scope;
   const bool plain = args.mask_kind == MaskKind::kNone && args.softcap == 0.0f && args.scale > 0.0f;
   for (int64_t i = 0; i < count; ++i) {
-    if (plain && !args.sequences[items[i].sequence].alibi)
+    const AttentionSequence& sequence = args.sequences[items[i].sequence];
+    if (plain && !sequence.alibi && !sequence.near)
       run_item<T, true>(args, items[i], packed, scratch, scope);
     else
       run_item<T, false>(args, items[i], packed, scratch, scope);

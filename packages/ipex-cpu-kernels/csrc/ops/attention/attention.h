@@ -19,6 +19,7 @@ struct AttentionSequence {
   void* out;
   const void* mask;
   const float* alibi;  // a slope per head of the query, or nullptr
+  const void* near;    // [queries, heads, near_keys]: added to scores of the last keys, or nullptr
   int64_t queries, keys;
   int64_t kv, kv_first;  // which sequence of the cache, and the position of the first key in it
   int64_t shift;         // the query i stands at the key i + shift
@@ -33,6 +34,7 @@ struct AttentionArgs {
   int64_t mask_key_stride;  // 0 or 1
   int64_t heads, kv_heads, size;
   int64_t left, right;  // keys seen on both sides of the place of a query
+  int64_t near_keys;
   float scale, out_scale;
   float softcap;  // 0: none
   MaskKind mask_kind;

@@ -67,6 +67,18 @@ IPEX_INLINE void add_alibi(float* s, float factor, float slope, int64_t distance
   }
 }
 
+// s = s * factor + near; `near` ends at the key of the query, which is `place` here.
+template <class T>
+IPEX_INLINE void add_near(float* s, float factor, const T* near, int64_t count, int64_t place,
+                          int64_t begin, int64_t end) {
+  for (int64_t j = begin; j < end; j += kLanes) store(s + j, load(s + j) * set1(factor));
+  int64_t j = place + 1 - count > begin ? place + 1 - count : begin;
+  const int64_t last = place + 1 < end ? place + 1 : end;
+  const T* from = near + count - 1 - place;
+  for (; j + kLanes <= last; j += kLanes) store(s + j, load(s + j) + load(from + j));
+  if (j < last) store_n(s + j, load_n(s + j, last - j) + load_n(from + j, last - j), last - j);
+}
+
 // s = s * factor + mask; returns the maximum.
 IPEX_INLINE float add_mask(float* s, const float* mask, float factor, int64_t begin, int64_t end) {
   f32v largest = set1(-INFINITY);

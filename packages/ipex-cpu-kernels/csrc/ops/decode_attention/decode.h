@@ -27,6 +27,7 @@ struct DecodeArgs {
   void* out;
   const void* mask;
   const float* alibi;  // slope of each query head, or nullptr
+  const void* near;  // [sequences, heads, near_keys]: added to scores of the last keys, or nullptr
   const float* sinks;  // logit of each query head that joins the denominator, or nullptr
   float* partial;      // results of items with several parts: [item][row][2 + padded size]
   const DecodeItem* items;
@@ -36,6 +37,7 @@ struct DecodeArgs {
   int64_t mask_key_stride;  // 0 or 1
   int64_t beams;            // sequences of a unit
   int64_t heads, kv_heads, item_heads, queries, size;
+  int64_t near_keys;
   int64_t window;  // keys that a query sees, itself included; 0: all
   float scale, softcap;
   DecodeMask mask_kind;

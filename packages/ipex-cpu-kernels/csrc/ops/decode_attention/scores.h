@@ -65,6 +65,12 @@ IPEX_INLINE float finish_scores(const DecodeArgs& args, const Row& row, int64_t 
         args.lengths[row.sequence] - args.queries + row.query;  // its own position
     for (int64_t j = low; j < high; ++j) s[j] += slope * static_cast<float>(first + j - query);
   }
+  if (args.near) {  // one query, which stands at the last key
+    const int64_t start = args.lengths[row.sequence] - args.near_keys - first;
+    const T* near = static_cast<const T*>(args.near) +
+                    (row.sequence * args.heads + row.head) * args.near_keys - start;
+    for (int64_t j = start > low ? start : low; j < high; ++j) s[j] += load_n(near + j, 1)[0];
+  }
   for (int64_t j = 0; j < low; ++j) s[j] = -INFINITY;
   for (int64_t j = high; j < kDecodeBlock; ++j) s[j] = -INFINITY;
   if (args.mask_kind != DecodeMask::kNone) add_mask<T>(args, row, first + low, high - low, s + low);

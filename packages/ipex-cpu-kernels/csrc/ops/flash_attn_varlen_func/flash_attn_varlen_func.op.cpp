@@ -67,7 +67,7 @@ bool is_decode(const AttentionArgs& args, const AttentionOptions& options,
                const AttentionSequence& s) {
   return s.queries >= 1 && s.queries <= kDecodeQueries && s.queries <= s.keys &&
          s.queries * (args.heads / args.kv_heads) <= kDecodeRows && args.size <= 1024 &&
-         (s.queries == 1 || args.right == 0) && options.alibi_sequence == 0;
+         (s.queries == 1 || args.right == 0) && options.alibi_sequence == 0 && !s.near;
 }
 
 // Copies the packed rows of a sequence to or from rows that lie close together.
@@ -154,9 +154,10 @@ void flash_attn_varlen_func(Tensor out, const Tensor& query0, const Tensor& key_
   args.heads = query0.size(1);
   args.size = query0.size(2);
   args.kv_heads = key_cache.size(1);
+  const OptionalTensor near = near_keys(kOp, alibi_slopes, query0, args.near_keys), none;
   const AttentionOptions options =
-      attention_options(kOp, query0, sequences, args.heads, alibi_slopes, sinks, window_left,
-                        window_right, softcap, is_causal, args);
+      attention_options(kOp, query0, sequences, args.heads, near ? none : alibi_slopes, sinks,
+                        window_left, window_right, softcap, is_causal, args);
   const Indices from_q(cu_seqlens_q), from_k(cu_seqlens_kv), table(block_table);
   check_offsets(kOp, "cu_seqlens_q", from_q, sequences + 1, query0.size(0));
   check_offsets(kOp, "cu_seqlens_kv", from_k, sequences + 1, kMostKeys);
@@ -185,7 +186,11 @@ void flash_attn_varlen_func(Tensor out, const Tensor& query0, const Tensor& key_
     s.query =
         static_cast<const char*>(query.const_data_ptr()) + from_q[b] * query.stride(0) * element;
     s.out = static_cast<char*>(out.mutable_data_ptr()) + from_q[b] * out.stride(0) * element;
-    if (alibi_slopes) s.alibi = options.alibi.data() + b * options.alibi_sequence;
+    if (near)
+      s.near = static_cast<const char*>(near->const_data_ptr()) +
+               from_q[b] * args.heads * args.near_keys * element;
+    else if (alibi_slopes)
+      s.alibi = options.alibi.data() + b * options.alibi_sequence;
     s.queries = from_q[b + 1] - from_q[b];
     s.keys = from_k[b + 1] - from_k[b];
     s.kv = b;

@@ -79,9 +79,11 @@ void single_query_cached_kv_attention(const Tensor& output, const Tensor& query0
                                       double k_scale, double v_scale, double softcap,
                                       const OptionalTensor& sinks, const OptionalTensor& key_scales,
                                       const OptionalTensor& value_scales) {
-  const OptionalTensor no_mask;
-  const DecodeOptions options{no_mask,      alibi_slopes, sinks,   key_scales,
-                              value_scales, scale,        softcap, window_size};
+  DecodeArgs args{};
+  const OptionalTensor none, near = near_keys(kOp, alibi_slopes, query0, args.near_keys);
+  const DecodeOptions options{
+      none,       near ? none : alibi_slopes, sinks, key_scales, value_scales, scale, softcap,
+      window_size};
   check_arguments(output, query0, key_cache, value_cache, head_mapping, block_tables, context_lens,
                   block_size, options);
   const Indices tables(block_tables), lengths(context_lens);
@@ -92,7 +94,7 @@ void single_query_cached_kv_attention(const Tensor& output, const Tensor& query0
   const ScalarType dtype = query0.scalar_type();
   const Tensor query =
       query0.stride(2) == 1 || query0.size(2) == 1 ? query0 : torch::stable::contiguous(query0);
-  DecodeArgs args{};
+  args.near = near ? near->const_data_ptr() : nullptr;
   args.beams = 1;
   args.heads = query.size(1);
   args.queries = 1;

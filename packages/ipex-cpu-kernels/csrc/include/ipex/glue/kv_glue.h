@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "ipex/glue/argument_checks.h"
 #include "ipex/glue/dispatch.h"
 #include "ipex/glue/in_place.h"
 #include "ipex/kv_view.h"
@@ -43,6 +44,18 @@ inline void check_index_tensor(const char* op, const char* name, const Tensor& v
   IPEX_CHECK(is_index_dtype(value.scalar_type()), op, ": ", name,
              " must have dtype int32, int64, got ", dtype_name(value.scalar_type()));
   IPEX_CHECK(value.dim() == dim, op, ": ", name, " must be ", dim, "-D, got ", value.dim(), "-D");
+}
+
+// alibi_slopes [tokens, heads, keys]: numbers for the last keys of each query, in its dtype.
+inline OptionalTensor near_keys(const char* op, const OptionalTensor& slopes, const Tensor& query,
+                                int64_t& keys) {
+  const bool fits = slopes && slopes->dim() == 3 && query.dim() == 3 &&
+                    slopes->size(0) == query.size(0) && slopes->size(1) == query.size(1) &&
+                    slopes->size(2) > 0;
+  if (!fits) return {};
+  check_kind(op, "alibi_slopes", *slopes, query, "query", false);
+  keys = slopes->size(2);
+  return as_contiguous(*slopes);
 }
 
 inline KvType kv_type(ScalarType cache) {
