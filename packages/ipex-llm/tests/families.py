@@ -54,6 +54,7 @@ _CONFIG_NAMES = {
     "Gemma3n": "Gemma3nTextConfig",
     "Gemma4": "Gemma4TextConfig",
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
+    "Inkling": "InklingTextConfig",
     "Llama4": "Llama4TextConfig",
     "MiniMaxM3VL": "MiniMaxM3VLTextConfig",
     "Mllama": "MllamaTextConfig",

@@ -571,6 +571,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    # Numbers for the last keys of queries, short convolutions behind projections and blocks, experts that all tokens go
+    # to, a padded head.
+    "inkling": (
+        "Inkling",
+        {
+            **BASE,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            **{f"swa_num_{name}_heads": 4 for name in ("attention", "key_value")},
+            **{"swa_head_dim": 16, "sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 12},
+            **{"log_scaling_n_floor": 16, "logits_mup_width_multiplier": 2.0},
+            **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **{"vocab_size": VOCAB + 6, "unpadded_vocab_size": VOCAB},
+        },
+    ),
     # Text alone of a model with layers that read pictures, one of them the last.
     "mllama_text": (
         "Mllama",

@@ -46,6 +46,7 @@ NAMES = [
         "longcat_flash",
         "doge",
         "diffllama",
+        "inkling",
         "jetmoe",
         "deepseek_v32",
         "glm_moe_dsa",

@@ -31,9 +31,8 @@ pytestmark = [
 
 Dtype = q.WoqWeightDtype
 UNCACHED = ("minimax", "recurrent_gemma", "xlstm")  # stock caches reorder no states for beams
-STATES = [
-    n for n in ("kimi_linear", "bailing_hybrid", "lfm3", *UNCACHED) if n in recurrent_models.NAMES
-]
+_STATES = ("kimi_linear", "bailing_hybrid", "lfm3", *UNCACHED, "inkling")
+STATES = [n for n in _STATES if n in recurrent_models.NAMES or n in CAUSAL]
 LATENTS = [
     n
     for n in (

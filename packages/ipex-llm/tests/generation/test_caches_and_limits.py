@@ -25,7 +25,16 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 _NAMES = (
     *("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1", "kolibri1", "beam"),
-    *("doge", "diffllama", "jetmoe", "dbrx", "longcat_flash", "mllama_text", "gpt_neox_japanese"),
+    *(
+        "doge",
+        "diffllama",
+        "inkling",
+        "jetmoe",
+        "dbrx",
+        "longcat_flash",
+        "mllama_text",
+        "gpt_neox_japanese",
+    ),
 )
 NAMES = [n for n in _NAMES if n in CAUSAL]
 _INDEXED = ("deepseek_v32", "glm_moe_dsa", "minimax_m3", "dots3_note", "axk2", "hy_v4")
@@ -139,6 +148,7 @@ def test_layers_with_narrow_values_have_no_program_of_their_own(name: str) -> No
         ("modernbert_decoder", "no block before its head to be divided"),
         ("doge", "got a bias made of all values"),
         ("diffllama", "got a difference of heads"),
+        ("inkling", "got short convolutions of them"),
         ("jetmoe", "got experts in their places"),
         ("dbrx", "got ones that lie behind each other"),
         ("mllama_text", "got one that reads a picture"),

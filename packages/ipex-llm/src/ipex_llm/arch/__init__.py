@@ -39,6 +39,7 @@ __all__ = [
     "LruPlan",
     "MixerPlan",
     "MlpPlan",
+    "NearPlan",
     "NormPlan",
     "PicturePlan",
     "RopePlan",
@@ -117,6 +118,7 @@ class LinearPlan:
     #: Module and name of a parameter ``[out_features]`` that is added to the rows, besides their biases: the layer
     #: around adds it (GPT-NeoX Japanese).
     added: tuple[nn.Module, str] | None = None
+    gain: tuple[nn.Module, str] | None = None  # of a parameter with one number: a factor (Inkling)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,16 +203,36 @@ class DifferencePlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class NearPlan:
+    """Numbers that are added to the scores of the last keys of each query (Inkling).
+
+    The key `d` places before has the number `d` of ``rows @ weight``, times the factor of the query. `rows` are what
+    `AttentionPlan.qkv` gives behind all else, ``[heads, rank]``.
+    """
+
+    module: nn.Module
+    weight: str  # [rank, keys]
+
+    @property
+    def rows(self) -> Tensor:
+        """The weight as ``[keys, rank]``; the last row is of the query's own key."""
+        weight: Tensor = getattr(self.module, self.weight)
+        return weight.detach().flip(1).t()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TemperaturePlan:
     """A factor on the queries of each position.
 
-    It is ``1 + scale * log(1 + floor((position + shift) / unit))``, or ``(1 + (position + shift) / unit) ** scale``.
+    It is ``1 + scale * log(1 + floor((position + shift) / unit))``, or ``(1 + (position + shift) / unit) ** scale``, or
+    ``1 + scale * log(max((position + shift) / unit, 1))``.
     """
 
     scale: float
     unit: float
     shift: float  # 1 (Llama 4, Beam) or 0 (Ministral 3)
     power: bool = False  # the second one (Beam)
+    smooth: bool = False  # the third one (Inkling)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -254,6 +276,9 @@ class AttentionPlan:
     value_dim: int | None = None
     key_bias: KeyBiasPlan | None = None
     difference: DifferencePlan | None = None
+    near: NearPlan | None = None
+    #: Short convolutions of keys and of values, added to what they read (Inkling).
+    convs: tuple[nn.Module, ...] = ()
     #: Experts without an activation that give queries, `gate_up` ``[E, kv_heads * head_dim, hidden]``, and read what
     #: these attend to, `down`; `qkv` gives keys and values alone. A key head has a query of each expert (JetMoE).
     experts: ExpertsPlan | None = None
@@ -534,12 +559,13 @@ class ExpertsPlan:
     #: What gates multiply, if `gate_up` has the gates alone; all three weights are ``[E * I, hidden]`` then (DBRX).
     up: Tensor | None = None
     zeros: int = 0  # experts behind the others, which give what they read (LongCat-Flash)
-    norms: ExpertNormsPlan | None = (
-        None  # the experts read the stream; `shared` reads what others give to all
-    )
-    added: tuple[nn.Module, str] | None = (
-        None  # module and name of a parameter [hidden]: added to what all give (JetMoE)
-    )
+    #: The experts read the stream; `shared` reads what others give to all.
+    norms: ExpertNormsPlan | None = None
+    added: tuple[nn.Module, str] | None = None  # of a parameter [hidden], added to all (JetMoE)
+    #: Has gate_proj, up_proj and down_proj of the last experts, to which all tokens go; `experts` and `top_k` count
+    #: them, `gate_up`, `down` and `correction_bias` do not (Inkling).
+    always: nn.Module | None = None
+    gain: tuple[nn.Module, str] | None = None  # of a parameter with one number: a factor on weights
 
     @property
     def apart(self) -> bool:
@@ -750,6 +776,8 @@ class LayerPlan:
     picture: PicturePlan | None = None
     #: Experts that read what `mlp` reads. What they give is added behind the next layer (LongCat-Flash).
     shortcut: ExpertsPlan | None = None
+    #: Short convolutions of what attention and what the mlp gives, added to what they read (Inkling).
+    convs: tuple[nn.Module, ...] = ()
 
     @property
     def mixtures(self) -> list[ExpertsPlan]:
@@ -794,6 +822,7 @@ class DecoderPlan:
     head_block: HeadBlockPlan | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    dropped: int = 0  # how many rows at the end of the head are no logits (Inkling)
     #: The ranks that have the rest of a sharded model: output and down projections, experts and the head give parts.
     parallel: TensorParallel | None = None
 
@@ -805,7 +834,7 @@ class DecoderPlan:
     @property
     def has_states(self) -> bool:
         """Whether a layer keeps a state instead of keys and values."""
-        return any(isinstance(p.attention, MixerPlan) or p.beside for p in self.layers)
+        return any(isinstance(p.attention, MixerPlan) or p.beside or p.convs for p in self.layers)
 
     @property
     def mixtures(self) -> list[ExpertsPlan]:

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipex_llm.arch import LinearPlan, MlpPlan, NormPlan, RopePlan
+from ipex_llm.arch import ExpertsPlan, LinearPlan, MlpPlan, NormPlan, RopePlan
 
 Tensor = torch.Tensor
+
+#: Added to the scores of experts that all tokens go to.
+ALWAYS = 1e4
 
 #: Activations by their names in a plan, in the order in which detection tries them.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -119,7 +122,38 @@ def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
     """Return what the modules of a linear layer gave side by side as the expected rows, ``[..., out]``."""
     y = y if plan.order is None else y[..., plan.order.to(y.device)]
     y = y if plan.factors is None else y.float() * plan.factors.to(y.device)
+    y = y if plan.gain is None else y.float() * per_head(*plan.gain)
     return y if plan.added is None else y.float() + per_head(*plan.added)
+
+
+def taps_of(convs: tuple[nn.Module, ...]) -> Tensor:
+    """Return the filter ``[W, D]`` of short convolutions side by side that are added to what they read, float32."""
+    weights: Any = [conv.weight for conv in convs]
+    taps = torch.cat([weight.detach().float().flatten(1) for weight in weights]).t().contiguous()
+    taps[-1] += 1.0
+    return taps
+
+
+def add_convolved(convs: tuple[nn.Module, ...], x: Tensor) -> Tensor:
+    """Return rows of one text ``[T, D]`` with what short convolutions of its columns give added; without any, `x`."""
+    if not convs:
+        return x
+    taps = taps_of(convs)
+    wide = functional.pad(x.float(), (0, 0, len(taps) - 1, 0))
+    return (wide.unfold(0, len(taps), 1) * taps.t()).sum(-1)
+
+
+def weight_scale(plan: ExpertsPlan) -> float:
+    """Return the factor on the weights of experts."""
+    return plan.routed_scale * (1.0 if plan.gain is None else float(per_head(*plan.gain)))
+
+
+def choice_bias(plan: ExpertsPlan) -> Tensor | None:
+    """Return what is added to the scores of experts for their choice alone, float32, or None."""
+    bias = None if plan.correction_bias is None else plan.correction_bias.detach().float()
+    if plan.always is None or bias is None:
+        return bias
+    return torch.cat([bias, bias.new_full((plan.experts - len(bias),), ALWAYS)])
 
 
 def rotate(rope: RopePlan, x: Tensor) -> Tensor:

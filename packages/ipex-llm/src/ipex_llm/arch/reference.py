@@ -49,6 +49,8 @@ from ipex_llm.arch import (
 from ipex_llm.arch.formulas import (
     activate,
     activate_inner,
+    add_convolved,
+    choice_bias,
     combine_gate,
     cut_gate,
     per_head,
@@ -56,6 +58,7 @@ from ipex_llm.arch.formulas import (
     rotate,
     run_linear,
     run_norm,
+    weight_scale,
 )
 
 Tensor = torch.Tensor
@@ -72,6 +75,8 @@ def _head_norm(plan: AttentionPlan, norm: NormPlan | None, x: Tensor) -> Tensor:
 def query_factors(positions: Tensor, plan: TemperaturePlan) -> Tensor:
     """Return the factor on the queries of each position, float32."""
     units = (positions.float() + plan.shift) / plan.unit
+    if plan.smooth:
+        return 1.0 + plan.scale * torch.log(units.clamp_min(1.0))
     if plan.power:
         return torch.exp(plan.scale * torch.log1p(units))
     return 1.0 + plan.scale * torch.log1p(torch.floor(units))
@@ -111,6 +116,13 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
         query, key, value = _from_latent(plan, latent, qkv)
         return _weigh(plan, query, key, value)
     length, width = qkv.shape[0], plan.head_dim
+    near = None
+    if plan.near is not None:
+        first, kv, last = qkv.tensor_split(
+            [plan.heads * width, (plan.heads + 2 * plan.kv_heads) * width], dim=-1
+        )
+        near = last.unflatten(-1, (plan.heads, -1)) @ plan.near.rows.float().t()
+        qkv = torch.cat([first, add_convolved(plan.convs, kv)], dim=-1)
     if plan.keys_as_values:
         qkv = torch.cat([qkv, qkv[:, plan.heads * width :]], dim=-1)
     heads = qkv.reshape(length, plan.heads + 2 * plan.kv_heads, width)
@@ -126,6 +138,9 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     if plan.temperature is not None:
         factors = query_factors(torch.arange(length, device=qkv.device), plan.temperature)
         query = query * factors.view(-1, 1, 1)
+        near = None if near is None else near * factors.view(-1, 1, 1)
+    if near is not None:
+        bias = near
     if plan.difference is None:
         return _weigh(plan, query, key, value, bias)
     own = plan.difference
@@ -174,7 +189,14 @@ def _weigh(
     scores = torch.einsum("qhd,khd->hqk", query, key) * plan.scale
     if plan.softcap > 0:
         scores = plan.softcap * torch.tanh(scores / plan.softcap)
-    if bias is not None:
+    if plan.near is not None and bias is not None:
+        last = torch.arange(length, device=query.device)
+        places = last - last.unsqueeze(1) + bias.shape[-1] - 1
+        found = bias.transpose(0, 1).gather(
+            -1, places.clamp(0, bias.shape[-1] - 1).expand_as(scores)
+        )
+        scores = scores + found.masked_fill((places < 0) | (places >= bias.shape[-1]), 0.0)
+    elif bias is not None:
         scores = scores + bias.t().repeat_interleave(groups, dim=0).unsqueeze(1)
     rows = torch.arange(length, device=query.device)
     distance = rows.unsqueeze(1) - rows  # how far key k lies to the left of query q
@@ -460,8 +482,8 @@ def _route(plan: ExpertsPlan, x: Tensor) -> tuple[Tensor, Tensor]:
         plan.scoring,
         plan.groups,
         plan.top_groups,
-        None if plan.correction_bias is None else plan.correction_bias.float(),
-        plan.routed_scale,
+        choice_bias(plan),
+        weight_scale(plan),
         plan.jitter,
     )
     if plan.expert_scales is not None:
@@ -477,6 +499,11 @@ def _product(x: Tensor, part: Tensor | tuple[nn.Module, ...], expert: int, flip:
 
 
 def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
+    own = -1 if plan.correction_bias is None else expert - len(plan.correction_bias)
+    if plan.always is not None and own >= 0:
+        names = ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (getattr(plan.always, name)[own].float() for name in names)
+        return combine_gate(plan.activation, x @ gate.t(), x @ up.t()) @ down.t()
     if plan.up is not None:
         parts: Any = (plan.gate_up, plan.up, plan.down)
         gate, up, down = (t.float().view(plan.experts, -1, x.shape[-1])[expert] for t in parts)
@@ -556,7 +583,7 @@ def _sum(parallel: Any, y: Tensor) -> Tensor:
 def _feed_forward(plan: LayerPlan, x: Tensor, h: Tensor, parallel: Any) -> Tensor:
     assert plan.mlp is not None
     y = run_mlp(plan.mlp, x) if isinstance(plan.mlp, MlpPlan) else run_experts(plan.mlp, x, h)
-    y = _sum(parallel, y)
+    y = add_convolved(plan.convs[1:], _sum(parallel, y))
     return run_norm(plan.post_mlp_norm, y) * plan.residual_scale
 
 
@@ -616,7 +643,7 @@ def _run_layer(
         attention = run_linear(plan.attention.output, attended)
     else:
         attention = run_attention(plan.attention, x)
-    attention = _sum(parallel, attention)
+    attention = add_convolved(plan.convs[:1], _sum(parallel, attention))
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
     if plan.beside is not None:
         attention = attention + run_attention(plan.beside, x)
@@ -786,6 +813,7 @@ def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
     if plan.head_block is not None:
         h = run_head_block(plan.head_block, h)
     logits = _head(plan, h) * plan.logit_scale
+    logits = logits[:, : logits.shape[-1] - plan.dropped]
     if plan.logit_softcap > 0:
         logits = plan.logit_softcap * torch.tanh(logits / plan.logit_softcap)
     return logits

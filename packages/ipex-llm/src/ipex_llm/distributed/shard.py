@@ -213,6 +213,11 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
         raise OpArgumentError(
             "optimize: model must have scores of queries and keys alone to be divided, got a bias made of all values"
         )
+    if layer.convs:
+        raise OpArgumentError(
+            "optimize: model must have projections that give keys and values to be divided, got short convolutions of"
+            " them"
+        )
     if a.difference is not None:
         raise OpArgumentError(
             "optimize: model must have heads that attend alone to be divided, got a difference of heads"

@@ -178,6 +178,7 @@ class StateShape:
         dtype: dtype of the steps.
         values_first: Whether caches of transformers store the state with values before keys.
         portable: Whether caches of transformers store it at all.
+        others: Channels of further convolutions with as many steps.
     """
 
     history: tuple[int, int] | None
@@ -185,11 +186,18 @@ class StateShape:
     dtype: torch.dtype
     values_first: bool = False
     portable: bool = True
+    others: tuple[int, ...] = ()
+
+    @property
+    def histories(self) -> list[tuple[int, int]]:
+        """Steps and channels of each convolution."""
+        own = self.history
+        return [] if own is None else [own, *((own[0], width) for width in self.others)]
 
     @property
     def bytes(self) -> int:
         """Memory of one sequence."""
-        size = 0 if self.history is None else math.prod(self.history) * self.dtype.itemsize
+        size = sum(map(math.prod, self.histories)) * self.dtype.itemsize
         return size + (0 if self.state is None else 4 * math.prod(self.state))
 
 
@@ -266,10 +274,8 @@ class PagedCache:
             if shape is not None:
                 place: Any = {"device": self.device}
                 found[index] = []
-                if shape.history is not None:
-                    found[index].append(
-                        torch.zeros(count, *shape.history, dtype=shape.dtype, **place)
-                    )
+                for history in shape.histories:
+                    found[index].append(torch.zeros(count, *history, dtype=shape.dtype, **place))
                 if shape.state is not None:
                     found[index].append(torch.zeros(count, *shape.state, **place))
         return found

@@ -79,7 +79,7 @@ def shapes_of(plan: DecoderPlan | None, reason: str | None) -> list[CacheShape]:
     shapes: list[CacheShape] = []
     for layer in () if plan is None else plan.layers:
         attention = layer.attention
-        if layer.beside is not None or not isinstance(attention, AttentionPlan):
+        if layer.beside is not None or layer.convs or not isinstance(attention, AttentionPlan):
             problem = "it has layers that keep a state"
         elif layer.picture is not None:
             problem = "it has layers that read pictures"

@@ -373,8 +373,12 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
         if linear or shape.history is None:
             cache.set_linear_cache(index, found[0].to(state.dtype))
             continue
-        steps = found[0].transpose(1, 2)
-        cache.update_conv_state(steps, index, conv_kernel_size=shape.history[0] + 1)
+        steps, size = found[0].transpose(1, 2), shape.history[0] + 1
+        if shape.others:  # keys and values, then what is behind each block
+            for at, one in enumerate((*steps.chunk(2, 1), *(x.transpose(1, 2) for x in found[1:]))):
+                cache.update_conv_state(one.float(), index, state_idx=at, conv_kernel_size=size)
+            continue
+        cache.update_conv_state(steps, index, conv_kernel_size=size)
         if shape.state is not None:
             swapped = found[1].transpose(-1, -2) if shape.values_first else found[1]
             cache.update_recurrent_state(swapped.contiguous(), index)

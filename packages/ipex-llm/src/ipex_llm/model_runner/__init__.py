@@ -14,12 +14,13 @@ from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
 from ipex_llm.arch import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, ScanPlan
-from ipex_llm.arch.formulas import position_rows
+from ipex_llm.arch.formulas import position_rows, taps_of
 from ipex_llm.arch.reference import query_factors, rows_of_table
 from ipex_llm.kv_cache import (
     CacheShape,
     LayerShape,
     PagedCache,
+    StateShape,
     Step,
     cache_dtype,
     state_bytes,
@@ -398,6 +399,10 @@ class Runner:
 def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
     plan, rows = layer.attention, layer.cached
     mixer = layer.beside if isinstance(plan, AttentionPlan) else plan
+    if rows is not None and layer.convs and isinstance(plan, AttentionPlan):
+        taps, width = taps_of(plan.convs).shape
+        others = tuple(taps_of((one,)).shape[1] for one in layer.convs)
+        return _rows_shape(rows), StateShape((taps - 1, width), None, dtype, others=others)
     if rows is None:
         return None if mixer is None else state_shape(mixer, dtype)
     return _rows_shape(rows) if mixer is None else (_rows_shape(rows), state_shape(mixer, dtype))

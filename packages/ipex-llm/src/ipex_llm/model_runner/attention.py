@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 from ipex_core.program import Register
 from ipex_llm.arch import (
@@ -22,9 +23,11 @@ from ipex_llm.arch import (
     LatentPlan,
     LinearPlan,
     MixerPlan,
+    NearPlan,
     NormPlan,
     PicturePlan,
 )
+from ipex_llm.arch.formulas import taps_of
 from ipex_llm.arch.reference import gates_of, picture_rows
 from ipex_llm.model_runner.dense import (
     Linear,
@@ -45,7 +48,12 @@ BIAS_WIDTH = 16
 
 
 def write_attention(
-    writer: Any, index: int, a: AttentionPlan, qkv: Register, key_bias: Linear | None = None
+    writer: Any,
+    index: int,
+    a: AttentionPlan,
+    qkv: Register,
+    key_bias: Linear | None = None,
+    near: Linear | None = None,
 ) -> Register:
     """Write an attention.
 
@@ -55,6 +63,7 @@ def write_attention(
         a: Its plan.
         qkv: Queries, keys and values side by side, and the gates of a gated attention.
         key_bias: Packed weight of the layer that makes biases of keys, or None.
+        near: Of `pack_near`, or None.
 
     Returns:
         What the output projection reads.
@@ -68,10 +77,19 @@ def write_attention(
         width = (heads + 2 * kv) * d
         gates = b.call("narrow", qkv, 1, width, a.gates)
         qkv = b.call("narrow", qkv, 1, 0, width)
-    rows = b.call("reshape", qkv, [0, heads + (1 if a.keys_as_values else 2) * kv, d])
-    q = b.call("narrow", rows, 1, 0, heads)
-    k = b.call("narrow", rows, 1, heads, kv)
-    v = k if a.keys_as_values else b.call("narrow", rows, 1, heads + kv, kv)
+    numbers: Register | None = None
+    if near is not None:
+        numbers = _near(writer, a, near, qkv)
+        rows = b.call("narrow", qkv, 1, heads * d, 2 * kv * d)
+        rows = short_convolution(writer, index, 0, a.convs, rows)
+        rows = b.call("reshape", rows, [0, 2 * kv, d])
+        q = b.call("reshape", b.call("narrow", qkv, 1, 0, heads * d), [0, heads, d])
+        k, v = (b.call("narrow", rows, 1, start, kv) for start in (0, kv))
+    else:
+        rows = b.call("reshape", qkv, [0, heads + (1 if a.keys_as_values else 2) * kv, d])
+        q = b.call("narrow", rows, 1, 0, heads)
+        k = b.call("narrow", rows, 1, heads, kv)
+        v = k if a.keys_as_values else b.call("narrow", rows, 1, heads + kv, kv)
     if a.value_norm is not None:  # before keys are rotated in place
         v = writer.norm(a.value_norm, v)
     if not a.norm_after_rope:
@@ -109,12 +127,45 @@ def write_attention(
         wide = b.call("mul", b.call("cast", q, torch.float32), writer.factors[a.temperature])
         q = b.call("cast", wide, writer.e.store.dtype)
     out = b.call("empty_like", q)
-    attend(writer, index, a, out, q)
+    attend(writer, index, a, out, q, numbers)
     if a.difference is not None:
         out = _difference(writer, a, a.difference, out)
     if a.value_dim is not None or key_bias is not None:
         out = b.call("narrow", out, 2, 0, a.value_width)
     return _gated(writer, a, out, gates)
+
+
+def pack_near(store: WeightStore, plan: NearPlan) -> Linear:
+    """Pack the weight that makes numbers for the last keys of queries."""
+    store.watch(plan.module, plan.weight)
+    return store.plain(plan.rows.to(store.dtype).contiguous(), None)
+
+
+def _near(writer: Any, a: AttentionPlan, weight: Linear, qkv: Register) -> Register:
+    """Write the numbers for the last keys of queries, ``[T, heads, keys]``."""
+    b, dtype, size = writer.b, writer.e.store.dtype, a.near.rows.shape[1] if a.near else 0
+    x = b.call("narrow", qkv, 1, (a.heads + 2 * a.kv_heads) * a.head_dim, a.heads * size)
+    x = b.call("reshape", b.call("reshape", x, [0, a.heads, size]), [-1, size])
+    y = writer.linear(weight, x)
+    result: Register = b.call("reshape", y, [-1, a.heads, weight.features])
+    if a.temperature is not None:
+        wide = b.call("mul", b.call("cast", result, torch.float32), writer.factors[a.temperature])
+        result = b.call("cast", wide, dtype)
+    return result
+
+
+def short_convolution(
+    writer: Any, index: int, place: int, convs: tuple[nn.Module, ...], x: Register
+) -> Register:
+    """Write rows with what short convolutions of a layer give added; `place`: of their history."""
+    for conv in convs:
+        writer.e.store.watch(conv, "weight")
+    taps = writer.b.constant(taps_of(convs))
+    history = writer.state_caches[index][place]
+    result: Register = writer.b.call(
+        "causal_conv1d_varlen", x, history, taps, None, "none", *writer.texts
+    )
+    return result
 
 
 def _difference(writer: Any, a: AttentionPlan, plan: DifferencePlan, x: Register) -> Register:
@@ -205,10 +256,18 @@ def _head_norm(
     return result
 
 
-def attend(writer: Any, index: int, a: AttentionPlan, out: Register, q: Register) -> None:
+def attend(
+    writer: Any,
+    index: int,
+    a: AttentionPlan,
+    out: Register,
+    q: Register,
+    slopes: Register | None = None,
+) -> None:
     """Write the attention of queries ``[T, heads, width]`` to the cache of a layer, into ``out``."""
     b, cache = writer.b, writer.caches[index]
-    slopes = None if a.alibi_slopes is None else b.constant(a.alibi_slopes.detach().float())
+    if a.alibi_slopes is not None:
+        slopes = b.constant(a.alibi_slopes.detach().float())
     more: dict[str, Any] = {"softcap": a.softcap, **writer.scales_of(index)}
     if a.sinks is not None:
         more["sinks"] = b.constant(a.sinks.detach().float())

@@ -34,6 +34,7 @@ from ipex_core.optimization.records import class_name
 from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm.arch import DecoderPlan, LinearPlan
+from ipex_llm.arch.formulas import per_head
 from ipex_llm.arch.seeded import seeded
 from ipex_llm.model_runner import woq as _woq
 from ipex_llm.records import hooks_of, recorded
@@ -158,7 +159,9 @@ class WeightStore:
         if key not in self._memo:
             made = self._any(plans, False)
             bias = made.bias if plan.added is None else self._with_added(made.bias, *plan.added)
-            self._memo[key] = dataclasses.replace(made, bias=bias, factors=plan.factors)
+            self._memo[key] = dataclasses.replace(
+                made, bias=bias, factors=self._factors(made, plan)
+            )
         return self._memo[key]
 
     def _with_added(self, bias: Tensor | None, module: nn.Module, name: str) -> Tensor:
@@ -167,11 +170,19 @@ class WeightStore:
         self.watch(module, name)
         return added if bias is None else bias + added
 
+    def _factors(self, made: Linear, plan: LinearPlan) -> Tensor | None:
+        """Return what the rows of a layer are multiplied with."""
+        if plan.gain is None:
+            return plan.factors
+        self.watch(*plan.gain)
+        own = torch.ones(made.features) if plan.factors is None else plan.factors
+        return own * per_head(*plan.gain).cpu()
+
     def _share(self, key: tuple[int, ...], plan: LinearPlan) -> None:
         """Let modules that share all their parameters have one packed weight (the shared layers of Zamba 2)."""
         weights = [module._parameters.get("weight") for module in plan.modules]
         owners = (len(self.shared.get(id(weight), ())) for weight in weights)
-        if min(owners) < 2 or plan.order is not None or plan.factors is not None:
+        if min(owners) < 2 or plan.order is not None or plan.factors is not None or plan.gain:
             return
         parameters = [
             (module, name, value)

@@ -182,7 +182,37 @@ def _pack_stacked(store: WeightStore, plan: ExpertsPlan) -> Experts:
         part = _StackPart(packed, shape, store.dtype, gated, form, rest)
         store._replace(*owners[id(parameter)], packed, part)
         made.append(packed)
+    if plan.always is not None:
+        made = _with_always(store, plan.always, made)
     return Experts(made[0], made[1], *_stacked_biases(store, plan))
+
+
+def _with_always(store: WeightStore, module: nn.Module, made: list[Tensor]) -> list[Tensor]:
+    """Return packed experts with those behind them that all tokens go to."""
+    gate, up, down = (module._parameters[f"{name}_proj"] for name in ("gate", "up", "down"))
+    assert gate is not None and up is not None and down is not None
+    found = []
+    for first, own, names in (
+        (made[0], torch.cat([gate.detach(), up.detach()], dim=1), ("gate_proj", "up_proj")),
+        (made[1], down.detach(), ("down_proj",)),
+    ):
+        gated, shape = len(names) == 2, (own.shape[1], own.shape[2])
+        packed = torch.ops.ipex.pack_moe_weight(own.to(store.dtype).contiguous(), gated)
+        found.append(torch.cat([first, packed]))
+        for index, name in enumerate(names):
+            part = _AlwaysPart(packed, shape, store.dtype, gated, index)
+            store._replace(module, name, packed, part)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _AlwaysPart(_Packed):
+    """Gives one of three stacked weights of experts that all tokens go to back."""
+
+    index: int
+
+    def __call__(self) -> Tensor:
+        return self.rows().chunk(2 if self.gated else 1, dim=1)[self.index].contiguous()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import nn
 from ipex_core.program import ProgramBuilder, Register
 from ipex_core.program.pointwise import POINTWISE
 from ipex_llm.arch import ExpertsPlan, MlpPlan
-from ipex_llm.arch.formulas import xielu_numbers
+from ipex_llm.arch.formulas import ALWAYS, weight_scale, xielu_numbers
 from ipex_llm.model_runner.dense import Linear, UnsupportedPlan
 
 
@@ -285,6 +285,10 @@ def routing(
         return _routing_by_logits(
             writer, mlp, b.call("cast", writer.linear(router, x), torch.float32)
         )
+    bias = None if correction is None else b.constant(correction.detach().float())
+    if correction is not None and mlp.always is not None:
+        last = torch.full((mlp.experts - len(correction),), ALWAYS)
+        bias = b.call("cat", [bias, b.constant(last)], 0)
     weights, ids = b.call(
         "moe_routing",
         writer.linear(router, x),
@@ -293,8 +297,8 @@ def routing(
         mlp.scoring,
         mlp.groups,
         mlp.top_groups,
-        None if correction is None else b.constant(correction.detach().float()),
-        mlp.routed_scale,
+        bias,
+        weight_scale(mlp),
         mlp.jitter,
     )
     return weights, ids

@@ -46,7 +46,9 @@ from ipex_llm.model_runner.attention import (
     Picture,
     latent_of,
     pack_latent,
+    pack_near,
     pack_picture,
+    short_convolution,
     write_attention,
     write_latent,
     write_picture,
@@ -111,6 +113,7 @@ class LayerWeights:
     picture: Picture | None = None
     shortcut: LayerWeights | None = None
     key_bias: Linear | None = None
+    near: Linear | None = None
     heads: LayerWeights | None = None
 
 
@@ -175,6 +178,8 @@ class Emitter:
         elif attention.experts is not None:
             packed.heads = LayerWeights()
             self._pack_experts(packed.heads, attention.experts)
+        elif attention.near is not None:
+            packed.near = pack_near(store, attention.near)
         elif attention.key_bias is not None:
             packed.key_bias = store.linear(attention.key_bias.linear)
         if layer.beside is not None:
@@ -206,6 +211,8 @@ class Emitter:
     def _pack_experts(self, packed: LayerWeights, mlp: ExpertsPlan) -> None:
         store = self.store
         packed.router = _router(store, mlp)
+        if mlp.gain is not None:
+            store.watch(*mlp.gain)
         packed.experts = pack_experts(store, mlp)
         packed.entry, packed.exit = self._linear(mlp.entry), self._linear(mlp.exit)
         if mlp.shared is not None:
@@ -394,6 +401,8 @@ class Writer:
             if attention is not None and not isinstance(attention, AttentionPlan):
                 mixer = attention
             states_of = () if mixer is None else state_parts(mixer)
+            if layer.convs:
+                states_of = "history", "history behind attention", "history behind mlp"
             own = tuple(b.input(f"{part} {i}") for part in rows)
             if isinstance(attention, AttentionPlan) and attention.source is not None:
                 own = self.caches[attention.source]
@@ -469,6 +478,8 @@ class Writer:
         else:
             y = self.linear(e.head, parallel.emit_head_input(b, h))
             y = parallel.emit_head_output(b, y)
+        if plan.dropped:
+            y = b.call("narrow", y, 1, 0, plan.vocab_size)
         if plan.logit_scale != 1.0:
             y = b.call("mul", y, plan.logit_scale)
         if plan.logit_softcap > 0:
@@ -601,6 +612,7 @@ class Writer:
         if layer.residual_after_norm:
             h = self._kept(x, layer.residual_factors[0])
         h = self._gained(layer, 0, h)
+        self.index = index
         attended = self.attention(index, attention, w, x)
         if layer.beside is not None:
             h = self._beside(index, layer.beside, w.beside, x, h)
@@ -657,17 +669,26 @@ class Writer:
         x: Register,
         norm: NormPlan | None,
         h: Register,
+        behind: int = 0,
         **post: Any,
     ) -> tuple[Register, Register | None]:
         """Write a block's last linear layer: added to the stream by it, or pending."""
         if last is None:
             return h, self._scaled(layer, norm, x)
         alone = norm is None and layer.residual_scale == 1.0 and last.factors is None
+        alone = alone and not layer.convs
         # Products of a device add nothing on their way out: there the norm that follows is the cheaper place.
         if alone and self.plan.parallel is None and self.e.store.device.type == "cpu":
             return self.linear(last, x, residual=h, **post), None
         y = self._sum(self.linear(last, x, **post))
-        return h, self._scaled(layer, norm, y)
+        return h, self._scaled(layer, norm, self._convolved(layer, behind, y))
+
+    def _convolved(self, layer: LayerPlan, block: int, y: Register) -> Register:
+        """Write what a block gives with a short convolution of it added, where the layer has one."""
+        if not layer.convs:
+            return y
+        convs = layer.convs[block : block + 1]
+        return short_convolution(self, self.index, block + 1, convs, y)
 
     def _sum(self, y: Register) -> Register:
         """Write the sum over the ranks that have parts of ``y``."""
@@ -717,7 +738,7 @@ class Writer:
             qkv = self.b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
         if w.latent is not None:
             return write_latent(self, index, a, qkv, w.latent)
-        y = write_attention(self, index, a, qkv, w.key_bias)
+        y = write_attention(self, index, a, qkv, w.key_bias, w.near)
         return y if a.output_norm is None else self.norm(a.output_norm, y)
 
     def _head_experts(
@@ -760,8 +781,8 @@ class Writer:
         norm = layer.post_mlp_norm
         if isinstance(mlp, MlpPlan):
             inner = write_inner(self, mlp, w.mlp, x)
-            return self._block(layer, w.mlp[-1], inner, norm, h)
-        y = self._sum(write_experts(self, mlp, w, x, h))
+            return self._block(layer, w.mlp[-1], inner, norm, h, 1)
+        y = self._convolved(layer, 1, self._sum(write_experts(self, mlp, w, x, h)))
         if norm is None and layer.residual_scale == 1.0 and mlp.shared is None:
             return h, y
         return h, self._scaled(layer, norm, y)

@@ -289,6 +289,8 @@ def reason_against(plan: ExpertsPlan) -> str | None:
         return "they are separate modules"
     if plan.up is not None:
         return "they lie behind each other in three matrices"
+    if plan.always is not None:
+        return "all tokens go to some of them, which have weights of their own"
     if not _owners(plan):
         return "their weights are no parameters of their module"
     return None
@@ -336,7 +338,7 @@ def quantize(plan: ExpertsPlan, name: str, qconfig: QConfigWoq) -> None:
     rule: Any = {"router": None, "router_weight": None, "module": None, "gate_up": None}
     rule |= {"down": None, "gate_up_bias": None, "down_bias": None, "router_bias": None}
     rule |= {"correction_bias": None, "shared": None, "shared_gate": None, "entry": None}
-    rule |= {"exit": None, "expert_scales": None, "norms": None, "added": None}
+    rule |= {"exit": None, "expert_scales": None, "norms": None, "added": None, "always": None}
     bare = dataclasses.replace(plan, **rule)
     for module, own in stacks.items():
         update(module, experts=_State(own, bare, (biases[0], biases[1]), qconfig, dtype))

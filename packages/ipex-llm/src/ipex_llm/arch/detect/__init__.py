@@ -188,7 +188,7 @@ def _found(layer: MatchedLayer) -> Found:
     names = parameter_names(type(module))
     index = getattr(find_attention(module), "layer_idx", None)
     attention = plan.attention
-    if not isinstance(attention, AttentionPlan) or plan.beside is not None:
+    if not isinstance(attention, AttentionPlan) or plan.beside or plan.convs:
         return Found(layer.name, module, None, None, "it keeps a state, not keys and values")
     rope = attention.rope
     reason = ""

@@ -45,9 +45,11 @@ from ipex_llm.arch.detect.trace import (
     LENGTH,
     Config,
     Trace,
+    convolved,
     distance,
     is_norm,
     linears,
+    match_near,
     same,
     settle,
     settled,
@@ -66,7 +68,7 @@ Tensor = torch.Tensor
 Opening = Literal["sigmoid", "softplus"]
 
 ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn", "norm_attn_norm")
-GATE = re.compile(r"^g(ate)?_proj$")  # beside the three (AFMoE, LFM3)
+GATE = re.compile(r"^(g(ate)?|r)_proj$")  # beside the three (AFMoE, LFM3, Inkling)
 _PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
 
 
@@ -97,7 +99,7 @@ def window_of(config: Config, attention: nn.Module, index: int) -> int:
     """Return how many keys to the left a layer sees, the own one not counted; -1: all."""
     kind, window = kind_of(config, index), config.get("sliding_window")
     if kind is not None:
-        if kind != "sliding_attention":
+        if kind not in ("sliding_attention", "hybrid_sliding"):
             return -1
     elif getattr(attention, "attention_type", None) in ("local", "global"):  # GPT-Neo
         window = config.get("window_size") if attention.attention_type == "local" else None
@@ -334,16 +336,26 @@ def match_attention(
     heads = width // (found.value_dim if found else head_dim)
     if len(parts) == 1 and trace.output(parts[0]).shape[-1] == width:
         return _match_shared(trace, attention, parts[0], output, head_dim, earlier or {})
-    qkv = torch.cat([trace.output(part) for part in parts], dim=-1)
+    given = [trace.output(part) for part in parts]
+    near = match_near(trace, attention, given[3]) if len(parts) == 4 else None
+    convs: tuple[nn.Module, ...] = ()
+    if near is not None:
+        first, last = (convolved(trace, attention, one) for one in given[1:3])
+        convs = (*first[0], *last[0])
+        given[1:3] = first[1], last[1]
+        if len(convs) != 2:
+            raise trace.error(attention, "has keys or values without a short convolution")
+    qkv = torch.cat(given, dim=-1)
     # A gate may have a projection of its own, or be what the queries' gives beside each head (Qwen3-Next).
-    beside = len(parts) == 4
+    beside = len(parts) == 4 and near is None
     gates = trace.output(parts[3]).shape[-1] if beside else 0
     if len(parts) == 3 and trace.output(parts[0]).shape[-1] == 2 * width and not found:
         gates = width
     gated = kind_of_gates(trace, attention, gates, heads, width)
     alone = len(parts) == 2  # no rows of values
     rows = qkv.shape[-1] if found is None else len(found.order)
-    rest, odd = divmod(rows - heads * head_dim - gates, (1 if alone else 2) * head_dim)
+    others = gates if near is None else given[3].shape[-1]
+    rest, odd = divmod(rows - heads * head_dim - others, (1 if alone else 2) * head_dim)
     if odd or rest < 1 or heads % rest:
         raise trace.error(
             attention, f"{qkv.shape[-1]} rows of q, k and v do not make {heads} heads"
@@ -395,6 +407,7 @@ def match_attention(
         value_dim=None if found is None else found.value_dim,
         key_bias=bias,
         difference=difference,
+        near=near,
     )
     ropes: list[RopePlan | None] = [
         *match_ropes(trace, config, decoder, attention, kind, head_dim),
@@ -404,7 +417,7 @@ def match_attention(
     scales = plan.rope is None and getattr(attention, "attn_temperature_tuning", False)
     if scales and plan.temperature is None:
         raise trace.error(attention, "scales queries by position in an unknown way")
-    return plan
+    return dataclasses.replace(plan, convs=convs)  # `qkv` has what they give
 
 
 def _difference(
@@ -564,6 +577,10 @@ def _temperature(
         names = ("llama_4_scaling_beta", "original_max_position_embeddings")
         beta, most = (rope.get(name) if isinstance(rope, Mapping) else None for name in names)
         return TemperaturePlan(float(beta), float(most), 0.0) if beta and most else None
+    names = ("log_scaling_alpha", "log_scaling_n_floor")
+    scale, floor = (number_of(config, attention, name) for name in names)
+    if scale and floor and not getattr(attention, "is_sliding", False):
+        return TemperaturePlan(scale, floor, 1.0, smooth=True)
     if not getattr(attention, "attn_temperature_tuning", False):
         return None
     scale, floor = (number_of(config, attention, name) for name in ("attn_scale", "floor_scale"))

@@ -250,7 +250,7 @@ def _entry(
             entry.offset = _offset(trace, module, weight)
     target = h
     for module in others:
-        if is_norm(module) and same(trace.outputs[module], h):
+        if is_norm(module) and module is not table and same(trace.outputs[module], h):
             entry.norm = match_norm(trace, module)
             target = trace.input(module)
     positions = torch.zeros(())
@@ -359,8 +359,15 @@ def _head(
     logits = _logits(trace)
     if logits is None or same(logits, x):
         return None, None, 1.0, 0.0
-    last = [m for _, m in linears(trace.model, trace) if trace.outputs[m].numel() == logits.numel()]
-    before = 1.0 / float(config.get("logits_scaling", default=1.0))  # MiniCPM 3
+    wide = logits.shape[-1]
+    last = [
+        m
+        for _, m in linears(trace.model, trace)
+        if trace.outputs[m].numel() == logits.numel()
+        or same(trace.output(m)[:, :wide], logits)  # the rest is padding (Inkling)
+    ]
+    scalings = "logits_scaling", "logits_mup_width_multiplier"  # MiniCPM 3, Inkling
+    before = 1.0 / float(config.get(*scalings, default=1.0))
     scaled = [
         m
         for m in last
@@ -375,7 +382,7 @@ def _head(
         raise MatchError("", "has no linear layer from the last hidden states to its output")
     module = (plain or scaled)[0]
     before = 1.0 if plain else before
-    given = trace.output(module)
+    given = trace.output(module)[:, :wide]
     expected = logits.reshape(given.shape).float()
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     cap = float(config.get(*names, default=0.0))
@@ -496,7 +503,8 @@ def _whole(
         raise trace.error(decoder, "has factors on its residuals and no norm behind its layers")
     head, block, factor, cap = _head(trace, config, x)
     weight: Tensor = table.weight  # type: ignore[assignment]
-    logits = 0 if head is None else trace.output(head.modules[0]).shape[-1]
+    given = _logits(trace)
+    logits = 0 if head is None or given is None else given.shape[-1]
     indexed = _indexed(decoder)
     limit = indexed or _chunk(config)
     return DecoderPlan(
@@ -506,6 +514,7 @@ def _whole(
         final_norm=of_size(norm, found[-1].size),
         head=head,
         hidden_size=h.shape[-1],
+        dropped=0 if head is None else trace.output(head.modules[0]).shape[-1] - logits,
         vocab_size=weight.shape[0] if head is None else min(weight.shape[0], logits),
         max_positions=_positions(config, limit),
         attention_chunk=limit,

@@ -50,6 +50,7 @@ from ipex_llm.arch.detect.trace import (
     Config,
     MatchError,
     Trace,
+    convolved,
     distance,
     is_linear,
     is_norm,
@@ -256,6 +257,8 @@ def match_layer(
         plan = LayerPlan(layer, attention, None, None, None)
         return _single(trace, plan, attention_in, attention_out)
     mlp, mlp_in, mlp_out = match_feed_forward(trace, config, layer)
+    first_conv, attention_out = convolved(trace, layer, attention_out)
+    last_conv, mlp_out = convolved(trace, layer, mlp_out)
     norms = norms_of(trace, layer)
     streams, connections = match_streams(trace, config, layer), connections_of(trace, layer)
     flow = _Flow(
@@ -285,7 +288,10 @@ def match_layer(
         post_attention_norm=flow.plan(after_attention),
         post_mlp_norm=flow.plan(after_mlp),
         beside=beside,
+        convs=(*first_conv, *last_conv),
     )
+    if len(plan.convs) != len(getattr(attention, "convs", ())):
+        raise trace.error(layer, "has short convolutions behind some of its parts alone")
     if streams is not None:
         around = flow.input_norm, flow.mlp_norm
         attended, more = (attention_in, flow.attention), _token_block(flow, plan)

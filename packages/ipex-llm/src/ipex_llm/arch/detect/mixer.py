@@ -41,6 +41,7 @@ from ipex_llm.arch.detect.parts import (
 from ipex_llm.arch.detect.trace import (
     Config,
     Trace,
+    convolution,
     distance,
     is_norm,
     linears,
@@ -66,13 +67,6 @@ _EACH = tuple(
 )
 
 
-def _convolution(module: nn.Module) -> nn.Conv1d | None:
-    """Return the only convolution of a module if it is depthwise."""
-    found = [m for m in module.children() if isinstance(m, nn.Conv1d)]
-    plain = len(found) == 1 and found[0].groups == found[0].in_channels == found[0].out_channels
-    return found[0] if plain and found[0].stride == found[0].dilation == (1,) else None
-
-
 def _rates(module: nn.Module) -> Tensor | None:
     """Return the fixed rates of the heads of a block that has a norm, ``[H]``, or None."""
     own = (*module._parameters.values(), *module._buffers.values())
@@ -91,7 +85,7 @@ def find_mixer(layer: nn.Module) -> nn.Module | None:
     found = [
         one
         for one in layer.children()
-        if _convolution(one) is not None or _rates(one) is not None or _has_cells(one)
+        if convolution(one) is not None or _rates(one) is not None or _has_cells(one)
     ]
     return found[0] if len(found) == 1 else None
 
@@ -173,7 +167,7 @@ def _lrus(
     output: nn.Module,
 ) -> Iterator[MixerPlan]:
     """Yield recurrences of single channels; `names` of the weights of their gates, in `owner`."""
-    conv = _convolution(module)
+    conv = convolution(module)
     own = dict(owner.named_parameters(recurse=False))
     rates = [name for name, p in own.items() if p.ndim == 1]
     pairs = [(name, name.removesuffix("weight") + "bias") for name in names]
@@ -195,7 +189,7 @@ def _lrus(
 def _convolutions(
     module: nn.Module, inner: list[tuple[str, nn.Module]], output: nn.Module
 ) -> Iterator[MixerPlan]:
-    conv = _convolution(module)
+    conv = convolution(module)
     assert conv is not None
     channels = conv.in_channels
     modules = tuple(m for _, m in inner)
@@ -256,7 +250,7 @@ def _cells(
 def _recurrences(
     config: Config, module: Any, inner: list[tuple[str, nn.Module]], output: nn.Module, width: int
 ) -> Iterator[MixerPlan]:
-    conv = _convolution(module)
+    conv = convolution(module)
     parameters = [getattr(module, name, None) for name in ("A_log", "dt_bias")]
     vectors = all(isinstance(p, nn.Parameter) and p.ndim == 1 for p in parameters)
     heads = len(parameters[0]) if vectors else 0  # type: ignore[arg-type]
@@ -339,7 +333,7 @@ def _deltas_of_keys(
         output: The last linear layer.
         expected: What that reads.
     """
-    conv = _convolution(module)
+    conv = convolution(module)
     norms = [m for m in module.children() if is_norm(m)]
     named = [[m for name, m in inner if part.search(name)] for part in _EACH]
     if conv is None or len(norms) != 1 or len(inner) != 6 or any(len(one) != 1 for one in named):
@@ -372,7 +366,7 @@ def _deltas_of_keys(
 def _selective(trace: Trace, module: Any, parts: dict[str, nn.Module], source: Tensor) -> MixerPlan:
     """Return the plan of a block of Mamba, whose channels have rates of their own."""
     first, middle, last = (parts.get(name) for name in ("in_proj", "x_proj", "out_proj"))
-    step, conv = getattr(module, "dt_proj", None), _convolution(module)
+    step, conv = getattr(module, "dt_proj", None), convolution(module)
     rates, skip = module.A_log, getattr(module, "D", None)
     name = type(module).__name__
     whole = first is not None and middle is not None and last is not None and conv is not None

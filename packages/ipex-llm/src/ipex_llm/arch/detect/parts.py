@@ -25,6 +25,8 @@ from ipex_llm.arch.detect.trace import (
     Config,
     Trace,
     distance,
+    experts_of_all,
+    gain_of,
     is_linear,
     is_norm,
     linears,
@@ -385,7 +387,7 @@ def match_mlp(
     gate = None if plan.gate is None else with_factor(plan.gate, first)
     plans = None if low is None else (linear_plan(low[0]), linear_plan(low[1]))
     norm = None if inner is None else match_norm(trace, inner)
-    down_plan = with_factor(plan.down, last)
+    down_plan = dataclasses.replace(with_factor(plan.down, last), gain=gain_of(module))
     return dataclasses.replace(plan, gate=gate, down=down_plan, low=plans, inner_norm=norm)
 
 
@@ -594,6 +596,8 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     entry, last = _around(trace, block, x)
     width = hidden if entry is None else trace.output(entry.modules[0]).shape[-1]
     weights = _stacked(block, width) or _flat(trace, block, width) or _listed(trace, block)
+    always, more = experts_of_all(block)
+    weights.experts += more
     router = router_of(trace, block, weights.experts + weights.zeros, hidden)
     outer = getattr(block, "router", None) or getattr(block, "gate", None)
     routed = None
@@ -607,11 +611,13 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     owners = [router, outer, block, config.raw]
     top_k = top_k_of(trace, block, owners)
     groups = _find(owners, "num_group", "n_group") or 0
-    shared, shared_gate = _shared(trace, block)
+    shared, shared_gate = (None, None) if always else _shared(trace, block)
     inside = [module for owner in owners[:2] if owner is not None for module in owner.modules()]
     bias = _find([*owners[:3], *inside], "e_score_correction_bias", "expert_bias")
     scorings = ["softmax", "sigmoid"]
-    if isinstance(bias, Tensor) and _adds_to_logits(outer, router, bias, top_k):
+    if always is not None and not isinstance(bias, Tensor):
+        raise trace.error(block, "has experts that all tokens go to, and no bias for the choice")
+    if always is None and isinstance(bias, Tensor) and _adds_to_logits(outer, router, bias, top_k):
         scorings = ["logits"]
     elif _find(owners, "router_jitter_noise"):
         scorings.append("sparsemixer")
@@ -642,7 +648,9 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         gate_up_bias=weights.gate_up_bias,
         down_bias=weights.down_bias,
         experts=weights.experts,
-        top_k=top_k,
+        top_k=top_k + more,
+        always=always,
+        gain=gain_of(router),
         intermediate_size=0,
         activation="silu",
         scoring="softmax",
@@ -662,7 +670,8 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         expert_scales=scales if isinstance(scales, Tensor) else None,
         added=added_by(block, hidden),
     )
-    scale = float(_find(owners, "routed_scaling_factor", "router_scaling_factor") or 1.0)
+    names_of_scale = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+    scale = float(_find(owners, *names_of_scale) or 1.0)
     candidates = _expert_candidates(plan, weights, names, scorings, scale)
 
     def error(candidate: ExpertsPlan) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One observed forward of a model: what each module read and gave."""
+"""One observed forward of a model: what each module read and gave. Also parts that others have in common."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from ipex_llm.arch import NearPlan
+from ipex_llm.arch.formulas import add_convolved
 
 Tensor = torch.Tensor
 Plan = TypeVar("Plan")
@@ -315,3 +318,55 @@ def linears(module: nn.Module, trace: Trace, prefix: str = "") -> Iterator[tuple
                 yield path, child
         else:
             yield from linears(child, trace, f"{path}.")
+
+
+# --- short convolutions, numbers for the last keys, experts that all tokens go to (Inkling) ---------------------------
+
+
+def convolution(module: nn.Module) -> nn.Conv1d | None:
+    """Return the only convolution of a module if it is depthwise."""
+    found = [m for m in module.children() if isinstance(m, nn.Conv1d)]
+    plain = len(found) == 1 and found[0].groups == found[0].in_channels == found[0].out_channels
+    return found[0] if plain and found[0].stride == found[0].dilation == (1,) else None
+
+
+def convolved(trace: Trace, owner: nn.Module, x: Tensor) -> tuple[tuple[nn.Module, ...], Tensor]:
+    """Return the convolution among the parts of a module that is added to `x`, and the sum; without one, `x`.
+
+    Raises:
+        MatchError: What reads `x` gives something else.
+    """
+    for child in owner.children():
+        conv = convolution(child)
+        if conv is None or not trace.ran(child) or not same(trace.input(child), x):
+            continue
+        given = trace.output(child)
+        if conv.bias is not None or distance(add_convolved((conv,), x), given) > tolerance(given):
+            raise trace.error(child, "is a short convolution that is not understood")
+        return (conv,), given
+    return (), x
+
+
+def match_near(trace: Trace, attention: nn.Module, rows: Tensor) -> NearPlan | None:
+    """Return the numbers for the last keys of queries that a part of an attention makes of `rows`, or None."""
+    for child in attention.children():
+        own = [name for name, value in child.named_parameters() if value.ndim == 2]
+        if len(own) == 1 and trace.ran(child) and same(trace.inputs[child], rows):
+            return NearPlan(child, own[0])
+    return None
+
+
+def gain_of(module: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return the only parameter with one number of a block or a router, a factor on all that it gives, or None."""
+    own = module.named_parameters(recurse=False)
+    found = [name for name, value in own if value.ndim == 1 and len(value) == 1]
+    return (module, found[0]) if len(found) == 1 else None
+
+
+def experts_of_all(block: nn.Module) -> tuple[nn.Module | None, int]:
+    """Return the part of a block with stacked experts that all tokens go to and their number, or None and 0."""
+    for name, child in block.named_children():
+        parts = [child._parameters.get(f"{part}_proj") for part in ("gate", "up", "down")]
+        if name.startswith("shared") and all(p is not None and p.ndim == 3 for p in parts):
+            return child, len(child.get_parameter("down_proj"))
+    return None, 0

@@ -157,6 +157,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.output.added is None,
         plan.key_bias is None,
         plan.difference is None,
+        plan.near is None,
         plan.experts is None,
     )
 
@@ -196,6 +197,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
             mlp.up is None,
             mlp.zeros > 0,
             mlp.added is None,
+            mlp.always is None,
             mlp.apart,
         ]
     elif mlp is not None:

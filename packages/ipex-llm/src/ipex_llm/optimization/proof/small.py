@@ -243,6 +243,8 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
             new = min(value, VOCAB)
         elif _IS_POSITIONS.search(name):
             new = min(value, POSITIONS)
+        elif name == "log_scaling_n_floor":
+            new = min(value, 24)
         elif _IS_PLAIN.search(name):
             if re.search(r"token_id$|token_index$", name):
                 new = value % VOCAB
