@@ -21,6 +21,8 @@ import transformers
 from family_configs import BASE, CONFIGS, FOUR_LAYERS, LLAMA3, POSITIONS, VOCAB, WINDOW
 from torch import nn
 
+from ipex_llm.optimization.proof.small import spread
+
 __all__ = [
     "CAUSAL",
     "ENCODER_DECODERS",
@@ -76,7 +78,8 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            parameter.copy_(parameter.nan_to_num().clamp(-1, 1) + noise(parameter.shape, 0.15))
+            kept = parameter.nan_to_num().clamp(-1, 1)
+            parameter.copy_(kept + noise(parameter.shape, spread(kept)))
         elif name.endswith("A_log"):
             parameter.add_(noise(parameter.shape, 0.05))
         else:

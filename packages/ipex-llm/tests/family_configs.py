@@ -429,6 +429,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    # Rows of length one, residuals that move towards blocks, layers that run twice, gates with a norm behind them.
+    "dory": (
+        "Dory",
+        {
+            **{**BASE, "num_hidden_layers": 3},
+            "head_dim": 16,
+            "layer_types": [_SLIDING, "full_attention", _SLIDING],
+            "sliding_window": WINDOW,
+            "n_input_layers": 1,
+            "n_output_layers": 1,
+        },
+    ),
     # Norms with gates, gates of attention beside the queries.
     "axk2": (
         "AXK2",

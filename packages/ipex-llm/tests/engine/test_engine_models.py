@@ -55,6 +55,7 @@ NAMES = [
         "hy_v4",
         "kolibri1",
         "beam",
+        "dory",
         "axk1",
         "minimax_m3",
     )

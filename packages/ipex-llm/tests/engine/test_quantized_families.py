@@ -46,7 +46,7 @@ KEYS = [
     for name in (
         *("mimo_v2_flash", "laguna", "nanochat", "modernbert_decoder", "minimax_m3"),
         *("gpt_neox_japanese", "mllama_text", "dbrx", "doge"),
-        *("diffllama", "jetmoe", "kolibri1", "beam"),
+        *("diffllama", "jetmoe", "kolibri1", "beam", "dory"),
     )
     if name in CAUSAL
 ]

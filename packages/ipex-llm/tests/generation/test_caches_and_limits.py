@@ -24,7 +24,7 @@ from ipex_llm.records import record_of
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 _NAMES = (
-    *("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1", "kolibri1", "beam"),
+    *("laguna", "mimo_v2_flash", "minicpm3", "nanochat", "axk1", "kolibri1", "beam", "dory"),
     *(
         "doge",
         "diffllama",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CAUSAL, VOCAB, WINDOW, build, tokens
+from families import CAUSAL, VOCAB, WINDOW, build, randomize, tokens
 
 import ipex
 from ipex_core.errors import OpArgumentError
@@ -240,3 +240,30 @@ def test_is_not_divided(name: str, text: str) -> None:
     ranks = TensorParallel(None, 0, 2, None, 1.0, "")
     with pytest.raises(OpArgumentError, match=text):
         check_shards(match(build(name)), ranks, (1,))
+
+
+@pytest.mark.skipif("dory" not in CAUSAL, reason="this transformers has no Dory")
+@torch.no_grad()
+def test_layers_that_run_several_times() -> None:
+    config = copy.deepcopy(build("dory").config)
+    config.n_recurrent_layers, config.n_output_layers, config.n_recurrent_loops = 2, 0, 3
+    stock = randomize(type(build("dory"))(config))
+    fast = ipex.llm.optimize(copy.deepcopy(stock), dtype=torch.float32)
+    assert len(record_of(fast).runner.plan.layers) == 7
+    ids = tokens(2, 2 * WINDOW)
+    close(fast(ids).logits, stock(ids).logits)
+    # The stock forward goes on with the same cache.
+    cache = fast.model(ids[:, :WINDOW]).cache
+    more = fast.model(ids[:, WINDOW:], cache=cache, output_attentions=True)
+    close(more.last_hidden_state, stock.model(ids).last_hidden_state[:, WINDOW:])
+    # Factors are computed from parameters, which may change.
+    for name in ("lambda_1", "self_attn.s_gate", "self_attn.sqk"):
+        for model in (stock, fast):
+            model.model.layers[1].get_parameter(name).mul_(1.5)
+    for model in (stock, fast):
+        model.lm_head.logit_scale[::2].mul_(1.5)
+    close(fast(ids).logits, stock(ids).logits)
+    for other in ({"recurrent_kv_cache_mode": "last_loop"}, {"n_recurrent_loops": 1}):
+        own = copy.deepcopy(config)
+        own.update(other)
+        assert ipex.llm.plan(randomize(type(stock)(own)), dtype=torch.float32).depth == 1

@@ -81,6 +81,7 @@ class NormPlan:
     bare: bool = False  # the weight that the module has is not used (Falcon-Mamba)
     order: Tensor | None = None  # of the elements, if it is not the one of the module
     gate: tuple[LinearPlan, LinearPlan] | None = None
+    factor: float = 1.0  # on what it gives (Dory: rows of length one)
 
     @property
     def weight(self) -> Tensor | None:
@@ -119,6 +120,7 @@ class LinearPlan:
     #: around adds it (GPT-NeoX Japanese).
     added: tuple[nn.Module, str] | None = None
     gain: tuple[nn.Module, str] | None = None  # of a parameter with one number: a factor (Inkling)
+    multiplied: bool = False  # the module multiplies with `factors` itself (Dory's head)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,6 +260,7 @@ class AttentionPlan:
     sinks: Tensor | None = None  # [heads]
     clip_qkv: float | None = None
     temperature: TemperaturePlan | None = None
+    query_factors: Tensor | None = None  # float32 [heads, head_dim], behind the rotation (Dory)
     latent: LatentPlan | None = None  # `kv_heads` is 1 then
     #: `qkv` gives gates behind all else, for each feature of what is attended, or one for each head (LFM3, Ling 3);
     #: `opening` of them multiplies what is attended.
@@ -764,6 +767,12 @@ class LayerPlan:
     residual_factors: tuple[float, float] = (1.0, 1.0)
     #: Names of parameters ``[hidden]`` of `module`: factors on the residual where each block is added (Doge).
     gains: tuple[str, str] | None = None
+    #: With `residual_after_norm`: what the norm gave moves towards what each block gives by these shares, float32
+    #: ``[hidden]`` (Dory).
+    rates: tuple[Tensor, Tensor] | None = None
+    #: The layer reads the norm of the stream, and the norm of the stream of the first such layer is added (Dory, whose
+    #: layers run several times: each time is a layer here).
+    restart: NormPlan | None = None
     #: The model's own stream is the one here divided by this, and by another number behind each block: its residuals
     #: have factors. Norms read the same in both, with an epsilon that is larger here (Beam).
     size: float | None = None
@@ -837,6 +846,11 @@ class DecoderPlan:
         return any(isinstance(p.attention, MixerPlan) or p.beside or p.convs for p in self.layers)
 
     @property
+    def repeated(self) -> bool:
+        """Whether layers run several times."""
+        return any(p.restart is not None for p in self.layers)
+
+    @property
     def mixtures(self) -> list[ExpertsPlan]:
         """The mixtures of experts of the layers."""
         return [one for p in self.layers for one in p.mixtures]
@@ -849,6 +863,9 @@ class DecoderPlan:
     @property
     def places(self) -> list[int]:
         """The indices that the layers have in the model, which counts those that read a picture."""
+        modules = list(dict.fromkeys(p.module for p in self.layers))
+        if self.repeated:
+            return [modules.index(p.module) for p in self.layers]
         before = itertools.accumulate((p.picture is not None for p in self.layers), initial=0)
         return [
             index + count for index, count in zip(range(len(self.layers)), before, strict=False)

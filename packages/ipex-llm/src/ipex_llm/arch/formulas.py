@@ -101,7 +101,7 @@ def run_norm(plan: NormPlan | None, x: Tensor) -> Tensor:
     if plan.gate is not None:
         first, second = plan.gate
         x = x * torch.sigmoid(run_linear(second, functional.silu(run_linear(first, x))))
-    return x
+    return x * plan.factor
 
 
 def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
@@ -121,7 +121,8 @@ def run_linear(plan: LinearPlan, x: Tensor) -> Tensor:
 def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
     """Return what the modules of a linear layer gave side by side as the expected rows, ``[..., out]``."""
     y = y if plan.order is None else y[..., plan.order.to(y.device)]
-    y = y if plan.factors is None else y.float() * plan.factors.to(y.device)
+    if plan.factors is not None and not plan.multiplied:
+        y = y.float() * plan.factors.to(y.device)
     y = y if plan.gain is None else y.float() * per_head(*plan.gain)
     return y if plan.added is None else y.float() + per_head(*plan.added)
 

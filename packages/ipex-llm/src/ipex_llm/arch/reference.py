@@ -139,6 +139,8 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
         factors = query_factors(torch.arange(length, device=qkv.device), plan.temperature)
         query = query * factors.view(-1, 1, 1)
         near = None if near is None else near * factors.view(-1, 1, 1)
+    if plan.query_factors is not None:
+        query = query * plan.query_factors
     if near is not None:
         bias = near
     if plan.difference is None:
@@ -645,6 +647,9 @@ def _run_layer(
         attention = run_attention(plan.attention, x)
     attention = add_convolved(plan.convs[:1], _sum(parallel, attention))
     attention = run_norm(plan.post_attention_norm, attention) * plan.residual_scale
+    if plan.rates is not None:
+        x = run_norm(plan.mlp_norm, torch.lerp(x, attention, plan.rates[0]))
+        return torch.lerp(x, _feed_forward(plan, x, h, parallel), plan.rates[1])
     if plan.beside is not None:
         attention = attention + run_attention(plan.beside, x)
     if plan.low is not None:
@@ -795,11 +800,16 @@ def run_plan(plan: DecoderPlan, input_ids: Tensor) -> Tensor:
 def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
     h = embedded = _embed(plan, ids)
     kept: dict[int, Tensor] = {}
+    start: Tensor | None = None
     parts = None if plan.token_rows is None else _token_rows(plan.token_rows, h, ids)
     if plan.streams is not None:
         h = open_streams(plan.streams, h)
     for index, layer in enumerate(plan.layers):
         part = None if parts is None else parts[:, index]
+        if layer.restart is not None:
+            h = run_norm(layer.restart, h)
+            start = h if start is None else start
+            h = h + start
         more: Any = {"parallel": plan.parallel, "embedded": embedded, "index": index, "kept": kept}
         run = _run_layer if plan.streams is None else _run_streams
         h = run(layer, h, part=part, **more)

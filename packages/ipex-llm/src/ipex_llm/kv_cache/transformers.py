@@ -7,6 +7,7 @@ it stay valid. Its length is the length of the padded batch, as transformers cou
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import typing
@@ -339,7 +340,7 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
         config: Of the decoder.
         decoder: Its stock class.
         places: The indices that the layers of the cache have in the model, where layers that read pictures stand
-            between them; empty: it has no such layers.
+            between them, or layers run several times; empty: it has no such layers.
 
     Returns:
         False if this transformers keeps states in caches of another form, and there are some.
@@ -358,12 +359,20 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
     cache.__init__(**({} if linear else {"config": config}))
     if not state.length:
         return True
+    own: list[int] = []
+    for place in places:
+        if (
+            place in own
+        ):  # runs again: transformers has more layers behind all others for that (Dory)
+            cache.layers.append(copy.deepcopy(cache.layers[place]))
+            place = len(cache.layers) - 1
+        own.append(place)
     rows = torch.tensor(state.sequences.states)
     begun = torch.tensor([length > 0 for length in state.sequences.lengths])
     for index, shape in enumerate(state.cache.states):
         if state.cache.layers[index] is not None:
             keys, values = state.padded(index)
-            place = places[index] if places else index
+            place = own[index] if places else index
             cache.update(keys.to(state.dtype), values.to(state.dtype), place)
         if shape is None:
             continue

@@ -126,6 +126,9 @@ def write_attention(
     if a.temperature is not None:
         wide = b.call("mul", b.call("cast", q, torch.float32), writer.factors[a.temperature])
         q = b.call("cast", wide, writer.e.store.dtype)
+    if a.query_factors is not None:
+        factors = b.constant(a.query_factors.unsqueeze(0))
+        q = pointwise(b, [q, factors], [], [("mul", 0, 1)], writer.e.store.dtype)
     out = b.call("empty_like", q)
     attend(writer, index, a, out, q, numbers)
     if a.difference is not None:

@@ -233,7 +233,7 @@ class WeightStore:
     @torch.no_grad()
     def _pack(self, plans: list[LinearPlan], fused: bool) -> Linear:
         modules = [module for plan in plans for module in plan.modules]
-        check_packable(modules)
+        check_packable(modules, multiplied=plans[0].multiplied)
         gated = fused or len(plans) == 2
         only = modules[0]
         kept = only.__dict__.get("_packed")
@@ -430,7 +430,7 @@ class DeviceStore(WeightStore):
     @torch.no_grad()
     def _pack(self, plans: list[LinearPlan], fused: bool) -> Linear:
         modules = [module for plan in plans for module in plan.modules]
-        check_packable(modules, self.device.type)
+        check_packable(modules, self.device.type, plans[0].multiplied)
         gated = fused or len(plans) == 2
         parts = [self._rows(plan) for plan in plans]
         wide = self._paired(parts, fused) if gated else parts[0]
@@ -491,19 +491,21 @@ def _features(module: Any) -> int:
     return int(module.out_features)
 
 
-def check_packable(modules: Iterable[nn.Module], device: str = "cpu") -> None:
+def check_packable(
+    modules: Iterable[nn.Module], device: str = "cpu", multiplied: bool = False
+) -> None:
     """Raise if a module has hooks, or its weight is no plain floating matrix on a device.
 
     Raises:
         UnsupportedPlan: The text says what it has.
     """
     for module in modules:
-        reason = _not_packable(module, device)
+        reason = _not_packable(module, device, multiplied)
         if reason is not None:
             raise UnsupportedPlan(f"{class_name(module)}: {reason}")
 
 
-def _not_packable(module: nn.Module, device: str) -> str | None:
+def _not_packable(module: nn.Module, device: str, multiplied: bool) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "it has no parameter weight"
@@ -512,7 +514,7 @@ def _not_packable(module: nn.Module, device: str) -> str | None:
     if weight.device.type != device:
         return f"its weight is on {weight.device}"
     kind: Any = type(module)
-    if not isinstance(module, OptimizedModule) and not _is_plain(kind):
+    if not (multiplied or isinstance(module, OptimizedModule) or _is_plain(kind)):
         return "its class computes something else than a linear layer"
     hooks = module._forward_pre_hooks
     # That of ipex_core.optimize casts the input, which programs have in the right dtype.

@@ -164,7 +164,7 @@ def check_forms(
     modules = [module for plan in plans for module in plan.modules]
     forms = [form(module) for module in modules]
     if all(one is None for one in forms):
-        check_packable(modules)
+        check_packable(modules, multiplied=plans[0].multiplied)
     elif None in forms:
         raise UnsupportedPlan(MIXED)
     elif len(set(forms)) > 1 or (gated and any(plan.order is not None for plan in plans)):

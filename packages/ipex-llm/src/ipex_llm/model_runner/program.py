@@ -63,6 +63,7 @@ from ipex_llm.model_runner.feed_forward import (
     GATES,
     activated,
     opened,
+    pointwise,
     routing,
     together,
     with_added,
@@ -158,6 +159,15 @@ class Emitter:
             id(n.module): tuple(map(store.linear, n.gate or ())) for n in gated_norms(plan)
         }
         self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        owners = [layer.module for layer in plan.layers if layer.rates is not None]
+        if plan.head is not None and plan.head.multiplied:
+            owners += plan.head.modules
+        for module in {part for owner in owners for part in owner.modules()}:
+            for name, value in module._parameters.items():
+                if (
+                    value is not None and value.dim() == 1
+                ):  # factors of the plan were computed from it
+                    store.watch(module, name)
 
     def _linear(self, plan: LinearPlan | None) -> Linear | None:
         return None if plan is None else self.store.linear(plan)
@@ -421,6 +431,7 @@ class Writer:
         if lora is not None:
             self.adapters = b.input("adapters")
         self.left: Register | None = None  # what experts of a layer before give, not added yet
+        self.start: Register | None = None  # where loops of layers began
         self.look = LookInputs(b, len(self.plan.pictures)) if look else None
 
     def scales_of(self, index: int) -> dict[str, Any]:
@@ -560,7 +571,9 @@ class Writer:
         return self._opened(plan, result)
 
     def _opened(self, plan: NormPlan, y: Register) -> Register:
-        """Write what a norm gives times its gate."""
+        """Write what a norm gives times its factor and its gate."""
+        if plan.factor != 1.0:
+            y = self.b.call("mul", y, plan.factor)
         if plan.gate is None:
             return y
         first, second = self.e.gates[id(plan.module)]
@@ -600,6 +613,10 @@ class Writer:
         """Write one layer; return the stream and what is still to be added to it."""
         attention = layer.attention
         first = layer.mlp_norm if attention is None else layer.input_norm
+        if layer.restart is not None:
+            h, pending = self._normed(layer.restart, h, pending)[0], None
+            self.start = h if self.start is None else self.start
+            h = self.b.call("add", h, self.start)
         if layer.side is None:
             x, h = self._normed(first, h, pending)
         else:
@@ -622,6 +639,9 @@ class Writer:
             h = added if rest is None else self.b.call("add", added, rest)
             return self.mlp(layer, w, y, h)
         h, rest = self._block(layer, w.output, attended, layer.post_attention_norm, h)
+        if layer.rates is not None:
+            h = y = self._normed(layer.mlp_norm, self._moved(layer.rates[0], x, rest), None)[0]
+            return self._moved(layer.rates[1], h, self.mlp(layer, w, y, h)[1]), None
         if layer.mlp is None and layer.stream_scale != 1.0:
             total = h if rest is None else self.b.call("add", h, rest)
             return self.b.call("mul", total, layer.stream_scale), None
@@ -656,6 +676,13 @@ class Writer:
         gain: Any = self.e.store.constant(module, name, getattr(module, name))
         result: Register = self.b.call("mul", h, self.b.constant(gain))
         return result
+
+    def _moved(self, rate: Tensor, x: Register, y: Register | None) -> Register:
+        """Write what is a share of the way from `x` to `y`."""
+        steps = [("sub", 1, 0), ("mul", 2, 3), ("add", 0, 4)]
+        assert y is not None
+        rows = [x, y, self.b.constant(rate.unsqueeze(0))]
+        return pointwise(self.b, rows, [], steps, self.e.store.dtype)
 
     def _kept(self, x: Register, factor: float) -> Register:
         """Write what is left of the residual."""

@@ -207,14 +207,15 @@ class DecoderMixin(nn.Module):
         state = state_of_cache(cache)
         own = self.__dict__[KEY].runner
         indexed = own is not None and own.plan.indexed
-        pictures = own is not None and bool(own.plan.pictures)
+        apart = own is not None and (bool(own.plan.pictures) or own.plan.repeated)
         rows = state is not None and any(one is not None and one.own for one in state.cache.layers)
-        if state is not None and (state.cache.has_states or indexed or pictures or rows):
+        if state is not None and (state.cache.has_states or indexed or apart or rows):
             # The states of recurrent layers are in a form of their own, which the stock forward does not know. The
-            # keys of indexers were not kept. Layers that read pictures count in other caches. Some rows are others.
+            # keys of indexers were not kept. Layers that read pictures or run again count in other caches. Some rows
+            # are others.
             lost = indexed and state.length > 0
             stock = original_class(self)
-            places = own.plan.places if own is not None and pictures else ()
+            places = own.plan.places if own is not None and apart else ()
             if lost or not give_up(cache, getattr(self, "config", None), stock, places):
                 raise NotImplementedError(
                     f"{type(self).__name__}: a call with a cache must go on as it began, got {why}: pass"
@@ -355,6 +356,7 @@ class DecoderMixin(nn.Module):
                 or layer.streams
                 or layer.size is not None
                 or layer.shortcut
+                or layer.restart
                 or isinstance(layer.attention, ShiftPlan)
                 for layer in plan.layers
             )

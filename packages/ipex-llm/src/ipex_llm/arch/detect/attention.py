@@ -48,6 +48,7 @@ from ipex_llm.arch.detect.trace import (
     convolved,
     distance,
     is_norm,
+    learned_factors,
     linears,
     match_near,
     same,
@@ -367,6 +368,10 @@ def match_attention(
         keys[width : width + rest * head_dim] = multiplier
         projection = with_factor(projection, keys)
         qkv = qkv * keys.to(qkv)
+    shares = learned_factors(attention, "gate$", width) if gated == "features" else None
+    if shares is not None:
+        shares = torch.cat([shares.new_ones(qkv.shape[-1] - width), shares.square()])
+        qkv, projection = qkv * shares, with_factor(projection, shares.cpu())
     if found is not None:
         qkv = qkv * found.factors.to(qkv)
         factors = found.factors[found.order]
@@ -385,6 +390,7 @@ def match_attention(
             if len(rates) != 1:
                 raise trace.error(module, "makes something of values that is not understood")
             bias = KeyBiasPlan(linear_plan(module), attention, rates[0])
+    scales = learned_factors(attention, "qk", width)
     base = AttentionPlan(
         projection,
         linear_plan(output),
@@ -404,6 +410,7 @@ def match_attention(
         value_norm=value_norm,
         keys_as_values=alone,
         output_norm=None if behind is None or difference else match_norm(trace, behind),
+        query_factors=None if scales is None else scales.square().cpu().view(heads, head_dim),
         value_dim=None if found is None else found.value_dim,
         key_bias=bias,
         difference=difference,
@@ -414,8 +421,8 @@ def match_attention(
         None,
     ]
     plan = _settle(trace, config, attention, base, ropes, qkv, expected, index, hint)
-    scales = plan.rope is None and getattr(attention, "attn_temperature_tuning", False)
-    if scales and plan.temperature is None:
+    tuned = plan.rope is None and getattr(attention, "attn_temperature_tuning", False)
+    if tuned and plan.temperature is None:
         raise trace.error(attention, "scales queries by position in an unknown way")
     return dataclasses.replace(plan, convs=convs)  # `qkv` has what they give
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -53,6 +54,7 @@ from ipex_llm.arch.detect.trace import (
     distance,
     is_linear,
     is_norm,
+    learned_factors,
     linears,
     same,
     tolerance,
@@ -153,6 +155,8 @@ def match_each(trace: Trace) -> Iterator[MatchedLayer]:
             plan = trace.error(module, "ends in a norm")
         elif _indexed(module):
             plan = trace.error(module, "has an indexer, which chooses the keys of each query")
+        elif len(trace.runs(list(layers))) > len(layers):
+            plan = trace.error(module, "is of a decoder that runs layers several times")
         elif halves_of(trace, module)[1] is not None:
             plan = trace.error(module, "runs two layers")
         elif found.plan.streams is not None:
@@ -401,7 +405,13 @@ def _head(
         raise trace.error(
             module, "is followed by something that is neither a factor nor a soft cap"
         )
-    return linear_plan(module), block, factor * before, cap
+    plan, own = linear_plan(module), learned_factors(module, "scale$", given.shape[-1])
+    if own is not None:
+        plan = dataclasses.replace(with_factor(plan, own.cpu()), multiplied=True)
+        products = nn.functional.linear(trace.input(module), module.weight)  # type: ignore[arg-type]
+        if distance(products.float() * own, given) > tolerance(given):
+            raise trace.error(module, "computes something else than products and factors")
+    return plan, block, factor * before, cap
 
 
 def _positions(config: Config, limit: int) -> int:
@@ -452,11 +462,46 @@ def match_decoder(trace: Trace) -> DecoderPlan:
             found[-1].plan = dataclasses.replace(found[-1].plan, picture=layer)
         else:
             raise trace.error(module, "reads a picture, and no layer before it reads the text")
-    for before, after in zip(modules, list(modules)[1:], strict=False):
+    repeated = len(trace.runs(modules)) > len(modules)
+    if repeated:
+        found = _unrolled(trace, decoder, modules, found)
+    for before, after in zip(modules, [] if repeated else list(modules)[1:], strict=False):
         if not same(trace.outputs[before], trace.inputs[after]):
             _halve(trace, found, before, trace.inputs[after], after)
     with trace.reading(decoder):
         return _whole(trace, config, decoder, modules, table, found)
+
+
+def _unrolled(
+    trace: Trace, decoder: nn.Module, modules: nn.ModuleList, found: list[Layer]
+) -> list[Layer]:
+    """Return a layer for each time that one ran (Dory's loops).
+
+    Raises:
+        MatchError: One reads neither what the layer before gave, nor the norm of that and of where loops began.
+    """
+    layers = {layer.plan.module: layer for layer in found}
+    runs = trace.runs(modules)
+    order = [module for module, _, _ in runs]
+    again = next(m for i, m in enumerate(order) if m in order[:i])
+    norms = [m for m in _outside(trace, decoder, modules) if is_norm(m)]
+    if order[0] is again or len(norms) != 1 or len(found) != len(layers):
+        raise trace.error(decoder, "runs layers several times, in a way that is not understood")
+    norm, before = norms[0], runs[order.index(again) - 1][2]
+    start = norm(before.unsqueeze(0))[0]
+    result = [layers[order[0]]]
+    for (_, _, given), (module, read, _) in itertools.pairwise(runs):
+        layer = layers[module]
+        if module is again:
+            wanted = norm(given.unsqueeze(0))[0] + start
+            plan = dataclasses.replace(layer.plan, restart=match_norm(trace, norm))
+            layer = dataclasses.replace(layer, plan=plan)
+        else:
+            wanted = given
+        if distance(read, wanted) > tolerance(read):
+            raise trace.error(module, "does not read what the layer before gave")
+        result.append(layer)
+    return result
 
 
 def _halve(
@@ -482,7 +527,7 @@ def _whole(
     found: list[Layer],
 ) -> DecoderPlan:
     """Return the plan of a decoder whose layers have theirs."""
-    last = trace.output(modules[-1])
+    last = trace.runs(modules)[-1][2]
     ends = [m for m in _outside(trace, decoder, modules) if is_norm(m)]
     if len(ends) == 1 and same(trace.inputs[ends[0]], last / 2):
         _halve(trace, found, modules[-1], trace.inputs[ends[0]], ends[0])

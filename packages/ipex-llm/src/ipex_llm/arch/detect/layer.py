@@ -54,6 +54,7 @@ from ipex_llm.arch.detect.trace import (
     distance,
     is_linear,
     is_norm,
+    learned_factors,
     same,
     tolerance,
 )
@@ -300,7 +301,12 @@ def match_layer(
         around, given = (flow.input_norm, flow.mlp_norm), (flow.attention, flow.mlp)
         return Layer(layer_with_connections(trace, plan, connections, around, given))
     # Factors of a new model are one, and show only as parameters.
-    found = _with_gains(flow, plan) or _parallel(flow, plan) or _sequential(flow, plan)
+    found = (
+        _with_gains(flow, plan)
+        or _with_rates(flow, plan)
+        or _parallel(flow, plan)
+        or _sequential(flow, plan)
+    )
     found = found or _with_more(flow, plan) or _with_added(flow, plan, module)
     found = found or _with_sizes(flow, plan)
     if found is None or (
@@ -386,6 +392,32 @@ def _with_gains(flow: _Flow, plan: LayerPlan) -> Layer | None:
         return None
     norm = flow.plan(flow.mlp_norm)
     return Layer(dataclasses.replace(plan, mlp_norm=norm, gains=(first, second)))
+
+
+def _with_rates(flow: _Flow, plan: LayerPlan) -> Layer | None:
+    """Return the plan of a layer whose residuals move towards what blocks give by learned shares, or None."""
+    width = flow.h.shape[-1]
+    first, second = (learned_factors(plan.module, f"_{n}$", width) for n in (1, 2))
+    if first is None or second is None or plan.beside is not None:
+        return None
+    if flow.input_norm is None or flow.mlp_norm is None:
+        return None
+    first, second = first.abs(), second.abs()
+    middle, x = flow.trace.input(flow.mlp_norm), flow.trace.output(flow.input_norm)
+    steps = (middle, x, flow.attention, first), (flow.y, flow.mlp_in, flow.mlp, second)
+    if any(
+        distance(torch.lerp(h.float(), y.float(), rate), total) > tolerance(total)
+        for total, h, y, rate in steps
+    ):
+        return None
+    return Layer(
+        dataclasses.replace(
+            plan,
+            mlp_norm=flow.plan(flow.mlp_norm),
+            residual_after_norm=True,
+            rates=(first.cpu(), second.cpu()),
+        )
+    )
 
 
 def of_size(norm: NormPlan | None, size: float) -> NormPlan | None:

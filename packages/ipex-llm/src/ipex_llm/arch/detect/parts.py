@@ -29,6 +29,7 @@ from ipex_llm.arch.detect.trace import (
     gain_of,
     is_linear,
     is_norm,
+    learned_factors,
     linears,
     same,
     settle,
@@ -86,9 +87,12 @@ def match_norm(trace: Trace, module: nn.Module) -> NormPlan:
                 if offset or isinstance(weight, nn.Parameter):
                     continue
                 plan = dataclasses.replace(plan, bare=True)
-            error = distance(_apply(plan, x), y)
-            if error < nearest:
-                best, nearest = plan, error
+            width = float(x.shape[-1])  # the length, not the root mean square, may be one (Dory)
+            unit = dataclasses.replace(plan, eps=eps / width, factor=width**-0.5)
+            for one in (plan, unit) if weight is None and kind == "rms" else (plan,):
+                error = distance(_apply(one, x), y)
+                if error < nearest:
+                    best, nearest = one, error
     if best is None or nearest > tolerance:
         raise trace.error(module, f"{type(module).__name__} is neither an RMS nor a layer norm")
     return best
@@ -345,7 +349,13 @@ def match_mlp(
     if inner is not None:
         expected = trace.input(inner)
     width = expected.shape[-1]
-    values = [trace.output(m).float() for m in ups]
+    shares = [
+        learned_factors(module, f"_{name.split('_')[0]}$", width) for name, m in parts if m in ups
+    ]
+    values = [
+        trace.output(m).float() * (1.0 if one is None else one)
+        for m, one in zip(ups, shares, strict=True)
+    ]
     if low is not None and len(ups) == 1:
         values[0] = values[0] + trace.output(low[1]).float()
     elif low is not None:
@@ -385,6 +395,10 @@ def match_mlp(
     if plan is None:
         raise trace.error(module, f"has an unknown activation or gate (off by {off:.1e})")
     gate = None if plan.gate is None else with_factor(plan.gate, first)
+    by_module = {m: 1.0 if one is None else one.cpu() for m, one in zip(ups, shares, strict=True)}
+    if gate is not None:
+        gate = with_factor(gate, by_module[gate.modules[0]])
+    plan = dataclasses.replace(plan, up=with_factor(plan.up, by_module[plan.up.modules[0]]))
     plans = None if low is None else (linear_plan(low[0]), linear_plan(low[1]))
     norm = None if inner is None else match_norm(trace, inner)
     down_plan = dataclasses.replace(with_factor(plan.down, last), gain=gain_of(module))

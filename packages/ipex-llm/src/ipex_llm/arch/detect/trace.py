@@ -71,6 +71,14 @@ def _first(values: Any) -> Tensor | None:
     return None
 
 
+def _read(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the first tensor argument of a module, or the one that is called `hidden_states`."""
+    value = _first(args)
+    if value is None:
+        value = kwargs.get("hidden_states")
+    return _first(kwargs) if value is None else value
+
+
 class Trace:
     """Inputs and outputs (of the first call) of all modules of a model for a few tokens.
 
@@ -81,6 +89,7 @@ class Trace:
         counts: Module -> how many results it gave in a tuple; 0 for one that is not in a tuple.
         names: Module -> its name.
         factors: Module -> its first named argument that has one number for each token, float32 ``[T]``.
+        calls: What ran of lists of modules, in order: the module, what it read and what it gave.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,6 +99,7 @@ class Trace:
         self.outputs: dict[nn.Module, Tensor] = {}
         self.counts: dict[nn.Module, int] = {}
         self.factors: dict[nn.Module, Tensor] = {}
+        self.calls: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._cache: Any = None
         config = getattr(model, "config", None)
         if model.training:
@@ -127,11 +137,7 @@ class Trace:
 
     def _run(self) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            value = _first(args)
-            if value is None:
-                value = kwargs.get("hidden_states")
-            if value is None:
-                value = _first(kwargs)
+            value = _read(args, kwargs)
             if value is not None and module not in self.inputs:
                 self.inputs[module] = value.detach().clone()
             for one in kwargs.values():
@@ -140,6 +146,11 @@ class Trace:
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             value = _first(result)
+            read = _read(args, kwargs)
+            of_list = self.names[module].rpartition(".")[2].isdecimal()
+            if of_list and read is not None and value is not None and read.ndim and value.ndim:
+                read, given = (rows(one.detach().clone()) for one in (read, value))
+                self.calls.append((module, read, given))
             if value is not None and module not in self.outputs:
                 self.outputs[module] = value.detach().clone()
                 self.counts[module] = len(result) if isinstance(result, tuple) else 0
@@ -159,6 +170,11 @@ class Trace:
     def ran(self, module: nn.Module) -> bool:
         """Return whether a module took and gave a tensor."""
         return module in self.inputs and module in self.outputs
+
+    def runs(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor, Tensor]]:
+        """Return the calls of some modules of a list, in order."""
+        own = set(modules)
+        return [call for call in self.calls if call[0] in own]
 
     def input(self, module: nn.Module) -> Tensor:
         """Return what a module read, ``[T, width]``."""
@@ -227,6 +243,20 @@ def _tokens(config: Any) -> Tensor:
 def rows(x: Tensor) -> Tensor:
     """Return ``[T, width]`` of a tensor of one sequence."""
     return x.reshape(-1, x.shape[-1])
+
+
+def learned_factors(module: nn.Module, pattern: str, width: int) -> Tensor | None:
+    """Return a parameter ``[width]`` of a module times the number beside it whose name begins alike, or None."""
+    own = module.named_parameters(recurse=False)
+    found = [(n, p) for n, p in own if re.search(pattern, n) and list(p.shape) == [width]]
+    if len(found) != 1:
+        return None
+    name, value = found[0]
+    stem = name.split("_")[0]
+    numbers = [
+        v for k, v in vars(module).items() if isinstance(v, float) and k.split("_")[0] == stem
+    ]
+    return value.detach().float() * numbers[0] if len(numbers) == 1 else None
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -146,6 +146,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.query_norm is None,
         plan.norm_after_rope,
         plan.temperature is None,
+        plan.query_factors is None,
         plan.gated,
         plan.gate_bias is None,
         plan.opening,
@@ -184,6 +185,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.shortcut is None,
         plan.gains is None,
         plan.size is None,
+        plan.rates is None,
         len([*gated_norms(plan)]),
     ]
     if isinstance(mlp, ExpertsPlan):

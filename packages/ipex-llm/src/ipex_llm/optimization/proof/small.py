@@ -105,6 +105,17 @@ def _of_layers(name: str, value: Any, count: int) -> list[Any] | None:
     return [value[i % len(value)] for i in range(count)] if cycle or len(value) == count else None
 
 
+def _sections(config: Any, count: int) -> dict[str, range]:
+    """Return the layers of each part of a stack, by the names of their numbers (Dory); empty: it has no parts."""
+    found, end = {}, 0
+    for name in ("n_input_layers", "n_recurrent_layers", "n_output_layers"):
+        size = _get(config, name)
+        if not _integer(size):
+            return {}
+        found[name] = range(end, end := end + size)
+    return found if end == count else {}
+
+
 def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
     """Return what the lists of a configuration say about each layer."""
     count = _first(config, _LAYERS)
@@ -122,6 +133,9 @@ def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
         elif _integer(value) and _IS_SHARED.search(name) and 0 < value < count:
             for index, kind in enumerate(kinds):
                 kind.append(index >= count - value)
+    for name, section in _sections(config, count).items():
+        for index in section:
+            kinds[index].append(name)
     for index, values in _overrides(config).items():
         if index < count:
             kinds[index].append(str(sorted(values.items(), key=str)))
@@ -151,7 +165,11 @@ def _cut_layers(config: Any) -> None:
     if not count or len(chosen) >= count:
         return
     overrides = _overrides(config)
+    for name, section in _sections(config, count).items():
+        setattr(config, name, sum(index in section for index in chosen))
     for name, value in _values(config).items():
+        if name.startswith("n_") and name.endswith("_layers"):
+            continue
         if _is_indices(name, value, count):
             setattr(config, name, [at for at, index in enumerate(chosen) if index in value])
         elif (every := _of_layers(name, value, count)) is not None:
@@ -389,6 +407,13 @@ def _scale(parameter: torch.Tensor, embeddings: set[int]) -> float:
     return 0.3 if id(parameter) in embeddings else 1.2 / max(fan, 1) ** 0.5
 
 
+def spread(parameter: torch.Tensor) -> float:
+    """Return how far apart random elements of a bias or of factors are; small equal ones keep their size (Dory)."""
+    first = float(parameter.flatten()[0]) if parameter.numel() else 0.0
+    small = 0.0 < abs(first) < 0.1 and bool((parameter == first).all())
+    return 0.15 * (abs(first) if small else 1.0)
+
+
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     """Give a model weights that make all of its parts matter, and return it in eval mode.
@@ -404,7 +429,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             kept = parameter.nan_to_num().clamp(-1, 1)
-            parameter.copy_(kept + noise(parameter.shape, 0.15))
+            parameter.copy_(kept + noise(parameter.shape, spread(kept)))
         elif "log" in name.rpartition(".")[2]:
             parameter.add_(noise(parameter.shape, 0.05))
         else:
