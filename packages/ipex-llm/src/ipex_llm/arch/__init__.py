@@ -54,9 +54,7 @@ __all__ = [
     "TokenRowsPlan",
     "WkvPlan",
     "gated_norms",
-    "inner_linears",
     "linear_modules",
-    "projections",
 ]
 
 Tensor = torch.Tensor
@@ -874,18 +872,6 @@ class DecoderPlan:
     def linear_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules of all linear layers of the plan."""
         return linear_modules(self)
-
-
-def projections(plan: AttentionPlan | MixerPlan) -> tuple[LinearPlan, LinearPlan]:
-    """Return the linear layers before and behind an attention, or a block with a state; see there for the latter."""
-    return (plan.qkv if isinstance(plan, AttentionPlan) else plan.input), plan.output
-
-
-def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, ...]:
-    """Return the linear layers of a block that mixes rows of tokens, where the first and the last are not all."""
-    if isinstance(plan, WkvPlan):
-        return plan.key, plan.value, plan.gate
-    return (plan.first, plan.gate, plan.last) if isinstance(plan, ShiftPlan) else ()
 
 
 def _parts(value: object) -> Iterator[object]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations, norms, linear layers and rotations of a plan in plain PyTorch."""
+"""Which linear layers a block has, and activations, norms, linear layers and rotations of a plan in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipex_llm.arch import ExpertsPlan, LinearPlan, MlpPlan, NormPlan, RopePlan
+from ipex_llm.arch import (
+    AttentionPlan,
+    ExpertsPlan,
+    LinearPlan,
+    MixerPlan,
+    MlpPlan,
+    NormPlan,
+    RopePlan,
+    ShiftPlan,
+    WkvPlan,
+)
 
 Tensor = torch.Tensor
 
@@ -176,3 +186,15 @@ def per_head(module: nn.Module, name: str) -> Tensor:
         return -torch.exp(per_head(module, "A_log"))
     value: Tensor = getattr(module, name)
     return value.detach().float().flatten().contiguous()
+
+
+def projections(plan: AttentionPlan | MixerPlan) -> tuple[LinearPlan, LinearPlan]:
+    """Return the linear layers before and behind an attention, or a block with a state; see there for the latter."""
+    return (plan.qkv if isinstance(plan, AttentionPlan) else plan.input), plan.output
+
+
+def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, ...]:
+    """Return the linear layers of a block that mixes rows of tokens, where the first and the last are not all."""
+    if isinstance(plan, WkvPlan):
+        return plan.key, plan.value, plan.gate
+    return (plan.first, plan.gate, plan.last) if isinstance(plan, ShiftPlan) else ()

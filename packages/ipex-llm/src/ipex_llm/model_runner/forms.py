@@ -21,9 +21,8 @@ from ipex_llm.arch import (
     StreamEndsPlan,
     StreamsPlan,
     gated_norms,
-    inner_linears,
-    projections,
 )
+from ipex_llm.arch.formulas import inner_linears, projections
 from ipex_llm.model_runner.attention import check_latent, latent_of, linears_of
 from ipex_llm.model_runner.dense import DIFFERENT, MIXED, UnsupportedPlan, check_packable
 from ipex_llm.model_runner.experts import check_experts

@@ -24,9 +24,8 @@ from ipex_llm.arch import (
     SelectivePlan,
     ShiftPlan,
     WkvPlan,
-    inner_linears,
 )
-from ipex_llm.arch.formulas import per_head
+from ipex_llm.arch.formulas import inner_linears, per_head
 from ipex_llm.arch.reference import (
     bias_of,
     fading,

@@ -37,9 +37,8 @@ from ipex_llm.arch import (
     StreamEndsPlan,
     TokenBlockPlan,
     gated_norms,
-    inner_linears,
-    projections,
 )
+from ipex_llm.arch.formulas import inner_linears, projections
 from ipex_llm.model_runner.attention import (
     Latent,
     LookInputs,

@@ -14,16 +14,10 @@ from ipex_core.module_swap.base import as_original, original_class, restore_clas
 from ipex_core.module_swap.forward import FusedForward
 from ipex_core.module_swap.state_dict import update as update_core
 from ipex_core.packing.parameter import PackedWeight
-from ipex_llm.arch import (
-    AttentionPlan,
-    DecoderPlan,
-    ExpertsPlan,
-    MlpPlan,
-    linear_modules,
-    projections,
-)
+from ipex_llm.arch import AttentionPlan, DecoderPlan, ExpertsPlan, MlpPlan, linear_modules
 from ipex_llm.arch.detect import Found, layer_plans, parameter_names
 from ipex_llm.arch.encoder_decoder import PairPlan
+from ipex_llm.arch.formulas import projections
 from ipex_llm.distributed import parallel_plan
 from ipex_llm.model_runner import Rope, Runner
 from ipex_llm.model_runner.dense import Owners, UnsupportedPlan

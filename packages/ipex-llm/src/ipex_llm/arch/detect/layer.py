@@ -20,7 +20,6 @@ from ipex_llm.arch import (
     SidePlan,
     TokenBlockPlan,
     linear_modules,
-    projections,
 )
 from ipex_llm.arch.detect.attention import (
     find_attention,
@@ -58,7 +57,7 @@ from ipex_llm.arch.detect.trace import (
     same,
     tolerance,
 )
-from ipex_llm.arch.formulas import in_order
+from ipex_llm.arch.formulas import in_order, projections
 
 Tensor = torch.Tensor
 
