@@ -70,6 +70,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5", _DELTA),
+    # Several streams, n-grams that are brought into them, as many tokens as the indexer chooses.
+    "qwen4_exp": (
+        "Qwen4Exp",
+        {
+            **_DELTA,
+            "eos_token_id": 2,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "hc_count": 3,
+            "hc_lowrank": 24,
+            "ple_layer_ids": [1, 3],
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 32,
+            "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
+        },
+    ),
     # Strengths of the delta rule up to two, and attention without rotation.
     "olmo_hybrid": (
         "OlmoHybrid",

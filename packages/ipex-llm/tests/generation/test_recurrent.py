@@ -138,7 +138,8 @@ def test_same_answers(name: str) -> None:
     assert torch.equal(fast.generate(ids, **beams), model.generate(ids, **beams, **stock))
 
 
-@pytest.mark.parametrize("name", NAMES)
+# A cache from outside `generate` is one of the stock model with an indexer.
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "qwen4_exp"])
 @torch.no_grad()
 def test_pieces_and_order(name: str) -> None:
     model, fast = build(name), optimized(name)
@@ -227,7 +228,11 @@ def test_states_that_the_stock_model_keeps_in_its_modules(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [n for n in NAMES if n not in (*FORGETFUL, "minimax_uncounted", "recurrent_gemma", "xlstm")],
+    [
+        n
+        for n in NAMES
+        if n not in (*FORGETFUL, "minimax_uncounted", "recurrent_gemma", "xlstm", "qwen4_exp")
+    ],
 )
 @torch.no_grad()
 def test_calls_of_the_stock_forward_go_on_with_the_same_cache(name: str) -> None:

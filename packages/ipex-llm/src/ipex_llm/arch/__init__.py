@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from ipex_llm.arch.streams import (
+    Connection,
+    ConnectionPlan,
+    GatedConnectionPlan,
+    LayerStreams,
+    NgramsPlan,
+    StreamEndsPlan,
+    StreamsPlan,
+)
+
 if TYPE_CHECKING:
     from ipex_llm.distributed.group import TensorParallel
 
@@ -29,6 +39,7 @@ __all__ = [
     "DifferencePlan",
     "ExpertNormsPlan",
     "ExpertsPlan",
+    "GatedConnectionPlan",
     "HeadBlockPlan",
     "KeyBiasPlan",
     "LatentPlan",
@@ -40,6 +51,7 @@ __all__ = [
     "MixerPlan",
     "MlpPlan",
     "NearPlan",
+    "NgramsPlan",
     "NormPlan",
     "PicturePlan",
     "RopePlan",
@@ -621,71 +633,6 @@ class LowRankPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StreamsPlan:
-    """Streams beside each other, of which a layer reads one and corrects all (Gemma 3n's alternating updates).
-
-    With ``c(x) = tanh(router(norm(x)))`` and the streams `s`,
-
-    - ``p[i] = s[i] + sum_j predict(c(s[0]))[i * count + j] * s[j]``; the layer reads ``p[0]`` and gives `y`,
-    - ``s[i] = p[i] + (correct(c(y))[i] + 1) * (y - p[0])``.
-
-    The block of `LayerPlan.token_block` reads ``s[0] * scale``; what it gives is added to all streams but the first.
-    """
-
-    count: int
-    norm: NormPlan
-    router: LinearPlan
-    predict: LinearPlan
-    correct: LinearPlan
-    scale: Tensor | None  # [hidden]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ConnectionPlan:
-    """How a block reads one row made of several streams, and is added to all of them (hyper-connections of HY 4).
-
-    With ``f = sigmoid(scale * (weight @ norm(s)) + base)``, where the norm goes over all streams `s` side by side and
-    has no weight,
-
-    - the block reads ``sum_i (f[i] + eps) * s[i]`` and gives `y`,
-    - ``s[i] += (magnitude * f[count + i] + eps) * y``.
-
-    Behind the last layer there is the first half alone; all streams begin as the embedding.
-    """
-
-    module: nn.Module  # has the parameters named below
-    weight: str  # [2 * count, count * hidden]
-    base: str  # [2 * count]
-    scale: str  # [2], for each half
-    count: int
-    norm_eps: float
-    eps: float
-    magnitude: float
-
-    @property
-    def numbers(self) -> tuple[Tensor, Tensor]:
-        """Scale and base of each row of the weight, float32."""
-        scale, base = (getattr(self.module, n).detach().float() for n in (self.scale, self.base))
-        return scale.repeat_interleave(self.count), base
-
-
-#: Of a layer: all at once, or a connection for each of its two blocks.
-LayerStreams = StreamsPlan | tuple[ConnectionPlan, ConnectionPlan]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamEndsPlan:
-    """How several streams begin and end: the first one is `h`, and the end is the mean of all.
-
-    The others are ``first(h)`` at the start and ``last(s)`` at the end, each as long as the first stream is: times
-    ``sqrt(mean(s[0]^2) / max(mean(x^2), 1e-5))``.
-    """
-
-    first: tuple[LinearPlan, ...]
-    last: tuple[LinearPlan, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class TokenRowsPlan:
     """What each token brings for each layer, ``[layers, width]``.
 
@@ -779,6 +726,8 @@ class LayerPlan:
     token_block: TokenBlockPlan | None = None
     low: LowRankPlan | None = None
     streams: LayerStreams | None = None
+    #: In front of the first block.
+    ngrams: NgramsPlan | None = None
     #: Behind all that: a layer of its own in the model.
     picture: PicturePlan | None = None
     #: Experts that read what `mlp` reads. What they give is added behind the next layer (LongCat-Flash).
@@ -823,7 +772,7 @@ class DecoderPlan:
     position_embedding: nn.Module | None = None
     position_offset: int = 0  # row of position 0
     token_rows: TokenRowsPlan | None = None
-    streams: StreamEndsPlan | ConnectionPlan | None = None
+    streams: StreamEndsPlan | Connection | None = None
     #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm.optimization.proof`.
     stock_calls: frozenset[str] = frozenset()
     head_block: HeadBlockPlan | None = None
@@ -847,6 +796,11 @@ class DecoderPlan:
     def repeated(self) -> bool:
         """Whether layers run several times."""
         return any(p.restart is not None for p in self.layers)
+
+    @property
+    def ngrams(self) -> dict[int, NgramsPlan]:
+        """What brings the last tokens into streams, by the index of the layer."""
+        return {i: p.ngrams for i, p in enumerate(self.layers) if p.ngrams is not None}
 
     @property
     def mixtures(self) -> list[ExpertsPlan]:

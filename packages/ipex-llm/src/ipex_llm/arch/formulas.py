@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers a block has, and activations, norms, linear layers and rotations of a plan in plain PyTorch."""
+"""Which linear layers a block has, and activations, norms, rotations and connections of a plan in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch.nn import functional
 
 from ipex_llm.arch import (
     AttentionPlan,
+    ConnectionPlan,
     ExpertsPlan,
+    GatedConnectionPlan,
     LinearPlan,
     MixerPlan,
     MlpPlan,
+    NgramsPlan,
     NormPlan,
     RopePlan,
     ShiftPlan,
@@ -198,3 +201,55 @@ def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, .
     if isinstance(plan, WkvPlan):
         return plan.key, plan.value, plan.gate
     return (plan.first, plan.gate, plan.last) if isinstance(plan, ShiftPlan) else ()
+
+
+def connect(plan: ConnectionPlan | GatedConnectionPlan, streams: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a block reads of streams ``[count, T, hidden]``, and factors ``[T, count]`` on what it gives.
+
+    Without such a block there are no factors, ``[T, 0]``.
+    """
+    if isinstance(plan, GatedConnectionPlan):
+        rows = run_norm(plan.norm, streams.transpose(0, 1))
+        flat = rows.flatten(1)
+        inner = functional.silu(plan.factor * run_linear(plan.first, flat))
+        gates = run_linear(plan.second, inner)
+        given = flat[:, :0] if plan.last is None else plan.factor * run_linear(plan.last, flat)
+        row = (torch.sigmoid(gates).view_as(rows) * rows).mean(1)
+        return row, 2.0 * torch.sigmoid(given)
+    scale, base = plan.numbers
+    flat = streams.float().transpose(0, 1).flatten(1)
+    flat = functional.rms_norm(flat, flat.shape[-1:], eps=plan.norm_eps)
+    weight: Tensor = getattr(plan.module, plan.weight)
+    first, last = torch.sigmoid(
+        functional.linear(flat, weight.float()) * scale + base
+    ).tensor_split([plan.count], dim=-1)
+    row = torch.einsum("ti,ith->th", first + plan.eps, streams.float())
+    return row, plan.magnitude * last + plan.eps
+
+
+def add_to_streams(streams: Tensor, factors: Tensor, y: Tensor) -> Tensor:
+    """Return streams ``[count, T, hidden]`` with what a block gives added, times `factors` of `connect`."""
+    return streams + factors.t().unsqueeze(-1) * y
+
+
+def ngram_rows(plan: NgramsPlan, ids: Tensor) -> Tensor:
+    """Return the rows of the tokens ``[T]`` of a text, or of windows ``[T, context + 1]`` that end in a token each."""
+    if ids.ndim == 1:
+        ids = functional.pad(ids, (plan.context, 0), value=plan.empty).unfold(
+            0, plan.context + 1, 1
+        )
+    rows: Tensor = plan.table(ids, None)[:, -1]
+    return rows
+
+
+def add_ngrams(plan: NgramsPlan, streams: Tensor, rows: Tensor) -> Tensor:
+    """Return streams ``[count, T, hidden]`` with what the rows of n-grams of the tokens bring added."""
+    s = streams.float().transpose(0, 1)
+    key = run_norm(plan.key_norm, run_linear(plan.key, rows).view_as(s))
+    gate = (key * run_norm(plan.query_norm, s)).sum(-1, keepdim=True) * s.shape[-1] ** -0.5
+    gate = torch.sigmoid(gate.sign() * gate.abs().clamp_min(1e-6).sqrt())
+    value = gate * run_linear(plan.value, rows).unsqueeze(1)
+    taps = plan.taps
+    before = functional.pad(run_norm(plan.conv_norm, value).flatten(1).t(), (len(taps) - 1, 0))
+    mixed = functional.conv1d(before, taps.t().unsqueeze(1), groups=len(before))
+    return (s + value + functional.silu(mixed.t()).view_as(s)).transpose(0, 1)

@@ -19,7 +19,6 @@ import ipex_core  # noqa: F401  (registers the ops)
 from ipex_llm.arch import (
     AttentionPlan,
     CellPlan,
-    ConnectionPlan,
     ConvPlan,
     DecayPlan,
     DecoderPlan,
@@ -50,9 +49,13 @@ from ipex_llm.arch.formulas import (
     activate,
     activate_inner,
     add_convolved,
+    add_ngrams,
+    add_to_streams,
     choice_bias,
     combine_gate,
+    connect,
     cut_gate,
+    ngram_rows,
     per_head,
     position_rows,
     rotate,
@@ -60,6 +63,7 @@ from ipex_llm.arch.formulas import (
     run_norm,
     weight_scale,
 )
+from ipex_llm.arch.streams import Connection
 
 Tensor = torch.Tensor
 
@@ -706,24 +710,6 @@ def correct_streams(plan: StreamsPlan, predicted: Tensor, y: Tensor) -> Tensor:
     return predicted + factors.t().unsqueeze(-1) * (y - predicted[0])
 
 
-def connect(plan: ConnectionPlan, streams: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a block reads of streams ``[count, T, hidden]``, and factors ``[T, count]`` on what it gives."""
-    scale, base = plan.numbers
-    flat = streams.float().transpose(0, 1).flatten(1)
-    flat = functional.rms_norm(flat, flat.shape[-1:], eps=plan.norm_eps)
-    weight: Tensor = getattr(plan.module, plan.weight)
-    first, last = torch.sigmoid(
-        functional.linear(flat, weight.float()) * scale + base
-    ).tensor_split([plan.count], dim=-1)
-    row = torch.einsum("ti,ith->th", first + plan.eps, streams.float())
-    return row, plan.magnitude * last + plan.eps
-
-
-def add_to_streams(streams: Tensor, factors: Tensor, y: Tensor) -> Tensor:
-    """Return streams ``[count, T, hidden]`` with what a block gives added, times `factors` of `connect`."""
-    return streams + factors.t().unsqueeze(-1) * y
-
-
 def _run_streams(layer: LayerPlan, streams: Tensor, part: Tensor | None, **more: Any) -> Tensor:
     plan, block = layer.streams, layer.token_block
     assert plan is not None
@@ -749,17 +735,17 @@ def as_long_as(first: Tensor, x: Tensor) -> Tensor:
     return x * first.square().mean(-1, keepdim=True).sqrt() / own
 
 
-def open_streams(plan: StreamEndsPlan | ConnectionPlan, h: Tensor) -> Tensor:
+def open_streams(plan: StreamEndsPlan | Connection, h: Tensor) -> Tensor:
     """Return the streams ``[count, T, hidden]`` of the first layer."""
     h = h.float()
-    if isinstance(plan, ConnectionPlan):
+    if not isinstance(plan, StreamEndsPlan):
         return torch.stack([h] * plan.count)
     return torch.stack([h, *(as_long_as(h, run_linear(one, h)) for one in plan.first)])
 
 
-def close_streams(plan: StreamEndsPlan | ConnectionPlan, streams: Tensor) -> Tensor:
+def close_streams(plan: StreamEndsPlan | Connection, streams: Tensor) -> Tensor:
     """Return what follows behind the last layer."""
-    if isinstance(plan, ConnectionPlan):
+    if not isinstance(plan, StreamEndsPlan):
         return connect(plan, streams)[0]
     h = streams[0].float()
     ends = zip(plan.last, streams[1:], strict=True)
@@ -812,6 +798,8 @@ def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
             h = h + start
         more: Any = {"parallel": plan.parallel, "embedded": embedded, "index": index, "kept": kept}
         run = _run_layer if plan.streams is None else _run_streams
+        if layer.ngrams is not None:
+            h = add_ngrams(layer.ngrams, h, ngram_rows(layer.ngrams, ids))
         h = run(layer, h, part=part, **more)
     if plan.streams is not None:
         h = close_streams(plan.streams, h)

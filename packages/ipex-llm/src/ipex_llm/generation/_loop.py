@@ -80,7 +80,8 @@ class Session:
         some = starts[1:] > starts[:-1]
         whole = bool(some.all())
         rows = None if whole else (starts[1:] - 1)[some]
-        out = runner.run(self.state.cache, runner.embed(tokens, at), at, step, rows, logits=True)
+        cache, hidden = self.state.cache, runner.embed(tokens, at)
+        out = runner.run(cache, hidden, at, step, rows, tokens=tokens, logits=True)
         if whole:
             return out
         if former is None:
@@ -97,7 +98,7 @@ class Session:
         else:
             step = state.append(len(state.sequences), 1, None)
         hidden = runner.embed(tokens, positions)
-        logits = runner.run(state.cache, hidden, positions, step, logits=True)
+        logits = runner.run(state.cache, hidden, positions, step, tokens=tokens, logits=True)
         self.positions = positions + 1
         return logits
 

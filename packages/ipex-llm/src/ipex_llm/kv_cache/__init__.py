@@ -179,6 +179,7 @@ class StateShape:
         values_first: Whether caches of transformers store the state with values before keys.
         portable: Whether caches of transformers store it at all.
         others: Channels of further convolutions with as many steps.
+        streams: Steps and channels of a convolution over several streams, and how many tokens are kept; or None.
     """
 
     history: tuple[int, int] | None
@@ -187,18 +188,25 @@ class StateShape:
     values_first: bool = False
     portable: bool = True
     others: tuple[int, ...] = ()
+    streams: tuple[int, int, int] | None = None
 
     @property
-    def histories(self) -> list[tuple[int, int]]:
-        """Steps and channels of each convolution."""
-        own = self.history
-        return [] if own is None else [own, *((own[0], width) for width in self.others)]
+    def tensors(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what is stored for one sequence."""
+        found: list[tuple[tuple[int, ...], torch.dtype]] = []
+        if self.history is not None:
+            steps, width = self.history
+            found += [((steps, channels), self.dtype) for channels in (width, *self.others)]
+        if self.state is not None:
+            found.append((self.state, torch.float32))
+        if self.streams is not None:
+            found += [(self.streams[:2], self.dtype), (self.streams[2:], torch.int64)]
+        return found
 
     @property
     def bytes(self) -> int:
         """Memory of one sequence."""
-        size = sum(map(math.prod, self.histories)) * self.dtype.itemsize
-        return size + (0 if self.state is None else 4 * math.prod(self.state))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
 
 #: What a layer stores: rows, a state, both, or nothing.
@@ -234,7 +242,8 @@ class PagedCache:
         layers: Shapes of the keys and values of each layer, or None.
         states: Shapes of the states of each layer, or None.
         tensors: Keys ``[num_blocks, kv_heads, block_size, head_dim]``, values and scales of each layer, and
-            histories ``[num_states, steps, channels]`` and states ``[num_states, heads, keys, values]``.
+            histories ``[num_states, steps, channels]`` and states ``[num_states, heads, keys, values]``, and with
+            `StateShape.streams` a further history and the last tokens ``[num_states, tokens]``.
     """
 
     def __init__(
@@ -269,16 +278,12 @@ class PagedCache:
         return any(shape is not None for shape in self.states)
 
     def _new_states(self, count: int) -> dict[int, list[Tensor]]:
-        found: dict[int, list[Tensor]] = {}
-        for index, shape in enumerate(self.states):
-            if shape is not None:
-                place: Any = {"device": self.device}
-                found[index] = []
-                for history in shape.histories:
-                    found[index].append(torch.zeros(count, *history, dtype=shape.dtype, **place))
-                if shape.state is not None:
-                    found[index].append(torch.zeros(count, *shape.state, **place))
-        return found
+        place: Any = {"device": self.device}
+        return {
+            index: [torch.zeros(count, *s, dtype=dtype, **place) for s, dtype in shape.tensors]
+            for index, shape in enumerate(self.states)
+            if shape is not None
+        }
 
     def grow_states(self, count: int) -> None:
         """Make room for the states of more sequences; the former ones keep their rows."""

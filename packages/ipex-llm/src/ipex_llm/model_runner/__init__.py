@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from ipex_core.nn.rope import rope_frequencies
 from ipex_core.ops.kv_cache import QUANTIZED
 from ipex_core.program import Program
 from ipex_llm.arch import AttentionPlan, DecoderPlan, LayerPlan, RopePlan, ScanPlan
-from ipex_llm.arch.formulas import position_rows, taps_of
+from ipex_llm.arch.formulas import ngram_rows, position_rows, taps_of
 from ipex_llm.arch.reference import query_factors, rows_of_table
 from ipex_llm.kv_cache import (
     CacheShape,
@@ -267,6 +268,7 @@ class Runner:
         hidden = self.embed(tokens, positions)
         return self.run(
             *(cache, hidden, positions, step, rows),
+            tokens=tokens,
             logits=not states,
             length=length,
             adapters=adapters,
@@ -328,6 +330,7 @@ class Runner:
         step: Step,
         rows: Tensor | None = None,
         *,
+        tokens: Tensor | None = None,
         logits: bool = False,
         states: list[Tensor] | None = None,
         length: int | None = None,
@@ -339,6 +342,7 @@ class Runner:
         Positions and the step are on the CPU, the rows, what sees pictures and the result on the device.
 
         Args:
+            tokens: What the rows were made of. Layers that read n-grams need them.
             states: Gets what each layer reads, ``[T, H]``, and at last the result. Not with ``logits``.
             look: What the tokens see of pictures; None: layers that read them are left out.
 
@@ -354,6 +358,9 @@ class Runner:
         width = self.plan.hidden_size
         if self.plan.token_rows is not None:
             inputs = [hidden[:, :width].contiguous(), hidden[:, width:].contiguous()]
+        elif self.plan.ngrams:
+            assert isinstance(cache, PagedCache) and tokens is not None
+            inputs.append(self._ngrams(cache, tokens, step))
         place = len(inputs)
         inputs += [positions, step.slots, step.tables]
         if singles:
@@ -389,6 +396,27 @@ class Runner:
             states += [*between, result]
         return result
 
+    def _ngrams(self, cache: PagedCache, tokens: Tensor, step: Step) -> Tensor:
+        """Return the rows of n-grams of tokens for all layers that read them, side by side; keep the last tokens."""
+        assert step.states is not None
+        starts, at = step.starts.long(), step.states.long()
+        counts, sequences = starts.diff(), torch.arange(len(step.lengths))
+        fresh = (step.lengths == counts).unsqueeze(1)
+        found = []
+        for index, plan in self.plan.ngrams.items():
+            # The tokens of each sequence behind those before them.
+            context, kept = plan.context, cache.states_of(index)[-1]
+            each = torch.arange(context)
+            begin = starts + torch.arange(len(starts)) * context
+            places = torch.arange(len(tokens)) + context * (1 + sequences.repeat_interleave(counts))
+            every = tokens.new_empty(len(tokens) + len(sequences) * context)
+            every[begin[:-1, None] + each] = torch.where(fresh, plan.empty, kept[at].to(tokens))
+            every[places] = tokens
+            kept[at] = every[begin[1:, None] - context + each].to(kept)
+            windows = every[places[:, None] + torch.arange(-context, 1)]
+            found.append(ngram_rows(plan, windows).to(self.dtype))
+        return torch.cat(found, dim=1).contiguous()
+
     def _placed(self, inputs: list[Any]) -> list[Any]:
         """Return the inputs of a program with its tensors on the device."""
         # Writes to tensors of inference mode are not counted, so that each layer would read their numbers back.
@@ -403,9 +431,15 @@ def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
         taps, width = taps_of(plan.convs).shape
         others = tuple(taps_of((one,)).shape[1] for one in layer.convs)
         return _rows_shape(rows), StateShape((taps - 1, width), None, dtype, others=others)
+    state = None if mixer is None else state_shape(mixer, dtype)
+    if layer.ngrams is not None:
+        assert state is not None
+        steps, channels = layer.ngrams.taps.shape
+        streams = steps - 1, channels, layer.ngrams.context
+        state = dataclasses.replace(state, portable=False, streams=streams)
     if rows is None:
-        return None if mixer is None else state_shape(mixer, dtype)
-    return _rows_shape(rows) if mixer is None else (_rows_shape(rows), state_shape(mixer, dtype))
+        return state
+    return _rows_shape(rows) if state is None else (_rows_shape(rows), state)
 
 
 def _rows_shape(plan: AttentionPlan) -> LayerShape:

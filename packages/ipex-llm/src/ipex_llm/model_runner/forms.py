@@ -14,6 +14,7 @@ from ipex_llm.arch import (
     DecoderPlan,
     DeltaPlan,
     ExpertsPlan,
+    GatedConnectionPlan,
     LayerPlan,
     LinearPlan,
     MlpPlan,
@@ -92,8 +93,11 @@ def unsupported_reason(
 def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
     """Yield the linear layers that are packed as one weight each, and whether they are a gate and its factor."""
     rows = None if plan.token_rows is None else plan.token_rows.projection
-    own_ends = plan.streams if isinstance(plan.streams, StreamEndsPlan) else None
-    ends = () if own_ends is None else (*own_ends.first, *own_ends.last)
+    ends: tuple[LinearPlan, ...] = ()
+    if isinstance(plan.streams, StreamEndsPlan):
+        ends = *plan.streams.first, *plan.streams.last
+    elif isinstance(plan.streams, GatedConnectionPlan):
+        ends = plan.streams.linears
     last = None if plan.head_block is None else plan.head_block.linear
     around = plan.embedding_projection, rows, *ends, plan.output_projection, last, plan.head
     gates = (one for norm in gated_norms(plan) for one in norm.gate or ())
@@ -122,8 +126,13 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             yield (layer.low.first,), False
             yield (layer.low.second,), False
         if isinstance(layer.streams, StreamsPlan):
-            own = layer.streams
-            yield from (((one,), False) for one in (own.router, own.predict, own.correct))
+            few = layer.streams
+            yield from (((one,), False) for one in (few.router, few.predict, few.correct))
+        for own in layer.streams if isinstance(layer.streams, tuple) else ():
+            if isinstance(own, GatedConnectionPlan):
+                yield from (((one,), False) for one in own.linears)
+        if layer.ngrams is not None:
+            yield from (((one,), False) for one in (layer.ngrams.key, layer.ngrams.value))
         if layer.side is not None:
             block = layer.side.mlp
             others = *projections(layer.side.attention), layer.side.output

@@ -109,7 +109,8 @@ class LayerWeights:
     last: Linear | None = None
     token_block: tuple[Linear, Linear] | None = None
     low: tuple[Linear, Linear] | None = None
-    streams: tuple[Linear, ...] | None = None
+    streams: tuple[Any, ...] | None = None
+    ngrams: tuple[Linear, Linear] | None = None
     picture: Picture | None = None
     shortcut: LayerWeights | None = None
     key_bias: Linear | None = None
@@ -142,7 +143,7 @@ class Emitter:
         self.token_rows = None if rows is None else store.linear(rows.projection)
         ends = plan.streams
         self.first: tuple[Linear, ...] = ()
-        self.last: tuple[Linear, ...] = ()
+        self.last: tuple[Any, ...] = ()
         if isinstance(ends, StreamEndsPlan):
             self.first, self.last = (
                 tuple(map(store.linear, one)) for one in (ends.first, ends.last)
@@ -209,6 +210,9 @@ class Emitter:
             packed.low = store.linear(layer.low.first), store.linear(layer.low.second)
         if layer.streams is not None:
             packed.streams = pack_streams(store, layer.streams)
+        if layer.ngrams is not None:
+            store.watch(layer.ngrams.conv, "weight")
+            packed.ngrams = store.linear(layer.ngrams.key), store.linear(layer.ngrams.value)
         if layer.picture is not None:
             packed.picture = pack_picture(store, layer.picture, self._mlp(layer.picture.mlp))
         if layer.shortcut is not None:
@@ -261,8 +265,8 @@ class Emitter:
     ) -> Program:
         """Write a program.
 
-        Its inputs are ``hidden`` [T, H] (embeddings of the tokens), with `DecoderPlan.token_rows` the rows of the
-        tokens in its table, ``positions`` [T], ``slots`` [T], ``tables``
+        Its inputs are ``hidden`` [T, H] (embeddings of the tokens), with `DecoderPlan.token_rows` or layers that
+        read n-grams the rows of the tokens in their tables, ``positions`` [T], ``slots`` [T], ``tables``
         [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R]
         with ``logits``; cosines and sines of each rotation; the factors on queries [T, 1, 1] of each temperature; the
         tensors of the cache layer by layer; the integers
@@ -388,7 +392,8 @@ class Writer:
         self.cache_scales = cache_scales
         self.own_cache = cache_dtype in (None, emitter.store.dtype)
         self.hidden = b.input("hidden")
-        self.tokens = None if self.plan.token_rows is None else b.input("rows of tokens")
+        rows_of_tokens = self.plan.token_rows is not None or self.plan.ngrams
+        self.tokens = b.input("rows of tokens") if rows_of_tokens else None
         self.positions = b.input("positions")
         self.slots = b.input("slots")
         self.tables = b.input("tables")
@@ -412,6 +417,7 @@ class Writer:
             states_of = () if mixer is None else state_parts(mixer)
             if layer.convs:
                 states_of = "history", "history behind attention", "history behind mlp"
+            states_of += () if layer.ngrams is None else ("history of streams", "last tokens")
             own = tuple(b.input(f"{part} {i}") for part in rows)
             if isinstance(attention, AttentionPlan) and attention.source is not None:
                 own = self.caches[attention.source]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several streams beside each other, and layers of low rank beside attention, as parts of a program (Gemma 3n, HY 4).
+"""Several streams beside each other, and layers of low rank beside attention, as parts of a program.
 
-Streams are a register each, or one ``[T, count, H]`` where all are read at once.
+They are of Gemma 3n, HY 4 and Qwen 4. Streams are a register each, or one ``[T, count, H]`` where all are read at once.
 """
 
 from __future__ import annotations
@@ -13,37 +13,98 @@ from typing import Any
 import torch
 
 from ipex_core.program import Register
-from ipex_llm.arch import ConnectionPlan, LayerPlan, LayerStreams, LowRankPlan, StreamsPlan
+from ipex_llm.arch import (
+    GatedConnectionPlan,
+    LayerPlan,
+    LayerStreams,
+    LowRankPlan,
+    NgramsPlan,
+    StreamEndsPlan,
+    StreamsPlan,
+)
+from ipex_llm.arch.streams import Connection
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import pointwise
 
 Streams = list[Register]
 
 
-def pack_streams(store: WeightStore, plan: LayerStreams) -> tuple[Linear, ...]:
+def pack_streams(store: WeightStore, plan: LayerStreams) -> tuple[Any, ...]:
     """Pack the router of streams, and what it gives to predict and to correct them, or two connections."""
     if isinstance(plan, tuple):
         return tuple(pack_connection(store, one) for one in plan)
     return store.linear(plan.router), store.linear(plan.predict), store.linear(plan.correct)
 
 
-def pack_connection(store: WeightStore, plan: ConnectionPlan) -> Linear:
-    """Pack the weight of a connection."""
+def pack_connection(store: WeightStore, plan: Connection) -> tuple[Linear, ...]:
+    """Pack the weights of a connection."""
+    if isinstance(plan, GatedConnectionPlan):
+        return tuple(map(store.linear, plan.linears))
     for name in (plan.weight, plan.base, plan.scale):
         store.watch(plan.module, name)
     weight: torch.Tensor = getattr(plan.module, plan.weight)
-    return store.plain(weight.detach().to(store.dtype).contiguous(), None)
+    return (store.plain(weight.detach().to(store.dtype).contiguous(), None),)
+
+
+def _gate(
+    writer: Any, plan: GatedConnectionPlan, weights: tuple[Linear, ...], streams: Register
+) -> tuple[Register, Register | None]:
+    b, count, size, dtype = writer.b, plan.count, writer.plan.hidden_size, writer.e.store.dtype
+    flat = b.call("reshape", writer.norm(plan.norm, streams), [0, count * size])
+    inner = pointwise(
+        b, [writer.linear(weights[0], flat)], [plan.factor], [("mul", 0, 1), ("silu", 2)], dtype
+    )
+    gates = writer.linear(weights[1], inner)
+    parts = [b.call("narrow", x, 1, i * size, size) for x in (gates, flat) for i in range(count)]
+    steps: list[tuple[Any, ...]] = []
+    for i in range(count):
+        value = 2 * count + 1 + len(steps)
+        steps += [("sigmoid", i), ("mul", value, count + i)]
+        steps += [("add", value - 1, value + 1)] if i else []
+    steps.append(("mul", 2 * count + len(steps), 2 * count))
+    row = pointwise(b, parts, [1.0 / count], steps, dtype)
+    if plan.last is None:
+        return row, None
+    given = [writer.linear(weights[2], flat)]
+    steps = [("mul", 0, 1), ("sigmoid", 3), ("mul", 4, 2)]
+    factors = pointwise(b, given, [plan.factor, 2.0], steps, torch.float32)
+    return row, b.call("reshape", factors, [0, count, 1])
+
+
+def write_ngrams(
+    writer: Any, index: int, plan: NgramsPlan, weights: tuple[Linear, Linear], streams: Register
+) -> Register:
+    """Write streams ``[T, count, H]`` with what n-grams bring into them before a layer."""
+    b, size, dtype = writer.b, writer.plan.hidden_size, writer.e.store.dtype
+    widths = [one.width for at, one in writer.plan.ngrams.items() if at < index]
+    rows = b.call("narrow", writer.tokens, 1, sum(widths), plan.width)
+    keys = b.call("reshape", writer.linear(weights[0], rows), [0, -1, size])
+    value = b.call("reshape", writer.linear(weights[1], rows), [0, 1, size])
+    inputs = [writer.norm(plan.key_norm, keys), writer.norm(plan.query_norm, streams)]
+    gate = b.call("mean", pointwise(b, inputs, [], [("mul", 0, 1)], torch.float32), [2], True)
+    steps = [
+        *(("mul", 0, 2), ("abs", 5), ("maximum", 6, 4), ("div", 5, 7)),
+        *(("maximum", 6, 3), ("sqrt", 9), ("mul", 8, 10), ("sigmoid", 11), ("mul", 12, 1)),
+    ]
+    added = pointwise(b, [gate, value], [size**0.5, 1e-6, 1e-30], steps, dtype)
+    flat = b.call("reshape", writer.norm(plan.conv_norm, added), [0, len(plan.conv.weight)])
+    history, taps = writer.state_caches[index][-2], b.constant(plan.taps)
+    mixed = b.call("causal_conv1d_varlen", flat, history, taps, None, "silu", *writer.texts)
+    mixed = b.call("reshape", mixed, [0, -1, size])
+    return pointwise(b, [streams, added, mixed], [], [("add", 0, 1), ("add", 3, 2)], dtype)
 
 
 def connect(
-    writer: Any, plan: ConnectionPlan, weight: Linear, streams: Register
-) -> tuple[Register, Register]:
+    writer: Any, plan: Connection, weights: tuple[Linear, ...], streams: Register
+) -> tuple[Register, Register | None]:
     """Write what a block reads of streams ``[T, count, H]``, and factors ``[T, count or 0, 1]`` on what it gives."""
+    if isinstance(plan, GatedConnectionPlan):
+        return _gate(writer, plan, weights, streams)
     b, count, numbers = writer.b, plan.count, plan.numbers
     size, wide = writer.plan.hidden_size, len(numbers[1])
     flat = b.call("reshape", streams, [0, count * size])
     flat = b.call("rms_norm", flat, None, plan.norm_eps, 0.0)
-    rows = writer.linear(weight, flat)
+    rows = writer.linear(weights[0], flat)
     sizes = torch.ones(wide)
     sizes[count:] = plan.magnitude
     steps = [("mul", 0, 1), ("add", 5, 2), ("sigmoid", 6), ("mul", 7, 3), ("add", 8, 4)]
@@ -65,9 +126,12 @@ def _write_connected(
 ) -> Register:
     b, attention, size = writer.b, layer.attention, writer.plan.hidden_size
     assert isinstance(layer.streams, tuple) and attention is not None
+    if layer.ngrams is not None:
+        streams = write_ngrams(writer, index, layer.ngrams, w.ngrams, streams)
     parts = zip(layer.streams, w.streams, (layer.input_norm, layer.mlp_norm), strict=True)
-    for place, (plan, weight, norm) in enumerate(parts):
-        h, factors = connect(writer, plan, weight, streams)
+    for place, (plan, weights, norm) in enumerate(parts):
+        h, factors = connect(writer, plan, weights, streams)
+        assert factors is not None
         x = h if norm is None else writer.norm(norm, h)
         after = layer.post_mlp_norm if place else layer.post_attention_norm
         if place:
@@ -190,17 +254,17 @@ def _as_long(writer: Any, size: Register, x: Register) -> Register:
 def open_streams(writer: Any, h: Register, weights: Sequence[Linear]) -> Streams:
     """Write the streams that the first layer reads."""
     plan = writer.plan.streams
-    if isinstance(plan, ConnectionPlan):
+    if not isinstance(plan, StreamEndsPlan):
         whole = writer.b.call("cat", [h] * plan.count, 1)
         return [writer.b.call("reshape", whole, [0, plan.count, writer.plan.hidden_size])]
     size = _size(writer, h)
     return [h, *(_as_long(writer, size, writer.linear(one, h)) for one in weights)]
 
 
-def close_streams(writer: Any, streams: Streams, weights: Sequence[Linear]) -> Register:
+def close_streams(writer: Any, streams: Streams, weights: Sequence[Any]) -> Register:
     """Write the mean of streams behind the last layer, or what a connection makes of them."""
     plan = writer.plan.streams
-    if isinstance(plan, ConnectionPlan):
+    if not isinstance(plan, StreamEndsPlan):
         return connect(writer, plan, weights[0], streams[0])[0]
     size, count = _size(writer, streams[0]), len(streams)
     ends = zip(weights, streams[1:], strict=True)

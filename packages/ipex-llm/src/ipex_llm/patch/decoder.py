@@ -276,7 +276,12 @@ class DecoderMixin(nn.Module):
         step = state.append(batch, count, new)
         states: list[Tensor] | None = [] if self._wants_states(kwargs) else None
         if hidden.shape[0]:
-            rows = runner.run(state.cache, hidden, positions, step, states=states, look=look)
+            more: Any = {
+                "tokens": first if embeds is None else None,
+                "states": states,
+                "look": look,
+            }
+            rows = runner.run(state.cache, hidden, positions, step, **more)
         else:
             rows = hidden[:, : runner.plan.hidden_size]
 
@@ -343,7 +348,7 @@ class DecoderMixin(nn.Module):
         assert first is not None
         if first.numel() == 0 or first.dim() != (2 if embeds is None else 3):
             raise Reason("the input is empty or of another shape")
-        if embeds is not None and runner.plan.token_rows is not None:
+        if embeds is not None and (runner.plan.token_rows is not None or runner.plan.ngrams):
             raise Reason("inputs_embeds of a model whose layers read the tokens")
         if embeds is not None and runner.plan.embedding_scale != 1.0:
             raise Reason("inputs_embeds of a model that scales its embeddings")

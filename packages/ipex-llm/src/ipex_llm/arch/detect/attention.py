@@ -117,8 +117,9 @@ def window_of(config: Config, attention: nn.Module, index: int) -> int:
 
 
 def keys_of_indexer(indexer: Any) -> int:
-    """Return up to how many keys an indexer chooses all, 0 if that is not known; MiniMax M3's chooses blocks."""
+    """Return up to how many keys an indexer chooses all, 0 if not known; MiniMax M3's and Qwen 4's choose blocks."""
     blocks = getattr(indexer, "topk_blocks", 0) * getattr(indexer, "block_size", 0)
+    blocks = blocks or getattr(indexer, "token_budget", 0)
     most = getattr(indexer, "index_topk", blocks)
     return most if isinstance(most, int) else 0
 

@@ -266,7 +266,8 @@ def match_layer(
     )
     if streams is not None or connections:  # what is read is seen in front of the norm only
         before = flow.giving(attention_in)
-        flow.h = flow.h if before is None else trace.input(before)
+        row = attention_in if connections else flow.h
+        flow.h = row if before is None else trace.input(before)
     flow.mlp_norm = flow.giving(mlp_in)
     before = flow.giving(attention_in)
     # A norm may give what it reads (nanochat).
@@ -297,8 +298,9 @@ def match_layer(
         attended, more = (attention_in, flow.attention), _token_block(flow, plan)
         return Layer(layer_with_streams(trace, plan, streams, around, attended, flow.mlp, more))
     if connections:
-        around, given = (flow.input_norm, flow.mlp_norm), (flow.attention, flow.mlp)
-        return Layer(layer_with_connections(trace, plan, connections, around, given))
+        rows = flow.h, mlp_in if flow.mlp_norm is None else trace.input(flow.mlp_norm)
+        given = flow.attention, flow.mlp
+        return Layer(layer_with_connections(trace, plan, connections, flow.mlp_norm, rows, given))
     # Factors of a new model are one, and show only as parameters.
     found = (
         _with_gains(flow, plan)

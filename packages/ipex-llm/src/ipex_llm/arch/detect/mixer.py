@@ -284,13 +284,14 @@ def _recurrences(
         return
     if norm is None:
         return
+    strength = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
     for group in groups:
         for linear in _layouts(inner, group, heads, shared // group, size):
-            yield DeltaPlan(
+            plan = DeltaPlan(
                 *(linear, linear_plan(output), conv, module, norm),
-                *(group, heads, shared // group, size),
-                2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
+                *(group, heads, shared // group, size, strength),
             )
+            yield from (plan, dataclasses.replace(plan, opening="sigmoid"))
 
 
 def _decays(module: nn.Module) -> Any:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders with several streams beside each other, and layers of low rank beside attention (Gemma 3n).
 
-Also blocks that read all streams and are added to all (HY 4), and modules that run two layers (LongCat-Flash).
+Also blocks that read all streams and are added to all (HY 4, Qwen 4), what n-grams bring into them (Qwen 4), and
+modules that run two layers (LongCat-Flash).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,9 +17,12 @@ from torch import nn
 
 from ipex_llm.arch import (
     ConnectionPlan,
+    GatedConnectionPlan,
     LayerPlan,
     LayerStreams,
     LowRankPlan,
+    NgramsPlan,
+    NormPlan,
     StreamEndsPlan,
     StreamsPlan,
     TokenBlockPlan,
@@ -33,14 +39,9 @@ from ipex_llm.arch.detect.trace import (
     settled,
     tolerance,
 )
-from ipex_llm.arch.reference import (
-    add_to_streams,
-    as_long_as,
-    close_streams,
-    connect,
-    correct_streams,
-    predict_streams,
-)
+from ipex_llm.arch.formulas import add_ngrams, add_to_streams, connect, ngram_rows
+from ipex_llm.arch.reference import as_long_as, close_streams, correct_streams, predict_streams
+from ipex_llm.arch.streams import Connection
 
 Tensor = torch.Tensor
 
@@ -161,8 +162,14 @@ def layer_with_streams(
 
 def connections_of(trace: Trace, layer: nn.Module) -> list[nn.Module]:
     """Return the parts of a layer that make one row of several streams, for its two blocks; nothing if it has none."""
-    found = [m for m in layer.children() if trace.ran(m) and _numbers_of(trace, m) is not None]
+    found = [m for m in layer.children() if _is_connection(trace, m)]
     return found if len(found) == 2 else []
+
+
+def _is_connection(trace: Trace, module: nn.Module) -> bool:
+    if not trace.ran(module):
+        return False
+    return _numbers_of(trace, module) is not None or _gates_of(trace, module) is not None
 
 
 def _numbers_of(trace: Trace, module: nn.Module) -> tuple[str, str, str, int] | None:
@@ -181,42 +188,131 @@ def _numbers_of(trace: Trace, module: nn.Module) -> tuple[str, str, str, int] | 
     return None
 
 
-def _side_by_side(x: Tensor) -> Tensor:
-    """Return streams ``[1, T, count, hidden]`` as ``[count, T, hidden]``, float32."""
-    return x[0].transpose(0, 1).float()
+def _gates_of(
+    trace: Trace, module: nn.Module
+) -> tuple[int, nn.Module, nn.Module, nn.Module, nn.Module | None] | None:
+    """Return how many streams a connection with gates reads, its norm and its linear layers; None for others."""
+    norms = [m for m in module.children() if is_norm(m) and trace.ran(m)]
+    if len(norms) != 1 or not same(trace.inputs[norms[0]], trace.inputs[module]):
+        return None
+    x, parts = trace.output(norms[0]), [m for _, m in linears(module, trace)]
+    count = x.shape[-1] // trace.output(module).shape[-1]
+    inner = [m for m in parts if same(trace.input(m), x)]
+    last = [m for m in inner if trace.output(m).shape[-1] == count]
+    first = [m for m in inner if m not in last]
+    second = [m for m in parts if m not in inner]
+    if count < 2 or [len(first), len(second)] != [1, 1] or len(last) > 1:
+        return None
+    return count, norms[0], first[0], second[0], last[0] if last else None
 
 
-def match_connection(trace: Trace, module: nn.Module, row: Tensor) -> ConnectionPlan:
+def _side_by_side(x: Tensor, count: int) -> Tensor:
+    """Return streams ``[1, T, count, hidden]``, or with the last two in one, as ``[count, T, hidden]``, float32."""
+    return x.reshape(x.shape[1], count, -1).transpose(0, 1).float()
+
+
+def _stream_norms(module: nn.Module, count: int) -> list[NormPlan]:
+    """Return what a norm with a weight for each stream may be."""
+    weight: Any = module.weight
+    order = torch.arange(len(weight)).view(count, -1)
+    pairs = itertools.product(eps_of(module), (0.0, 1.0))
+    return [NormPlan("rms", module, eps, offset, order=order) for eps, offset in pairs]
+
+
+def match_connection(trace: Trace, module: nn.Module, row: Tensor) -> Connection:
     """Return the plan of a part that makes `row` of several streams.
 
     Raises:
         MatchError: It makes something else of them.
     """
-    names = _numbers_of(trace, module)
-    assert names is not None
-    streams, weight = _side_by_side(trace.inputs[module]), getattr(module, names[0])
-    factors = trace.output(module) if len(weight) == 2 * names[-1] else torch.zeros(())
-    own = [float(v) for v in vars(module).values() if isinstance(v, (int, float)) and v]
-    small = [v for v in own if v < 1e-2] or [0.0]
-    plans = (
-        ConnectionPlan(module, *names, norm_eps, eps, magnitude)
-        for norm_eps in eps_of(module)
-        for eps in small
-        for magnitude in (own if factors.ndim else (0.0,))
-    )
+    plans: Iterable[Connection]
+    gates, factors = _gates_of(trace, module), torch.zeros(())
+    if gates is not None:
+        count, norm, first, second, last = gates
+        plans = (
+            GatedConnectionPlan(
+                *(own, linear_plan(first), linear_plan(second)),
+                *(None if last is None else linear_plan(last), count, factor),
+            )
+            for own in _stream_norms(norm, count)
+            for factor in (1.0 / count, 1.0)
+        )
+    else:
+        names = _numbers_of(trace, module)
+        assert names is not None
+        count = names[-1]
+        if len(getattr(module, names[0])) == 2 * count:
+            factors = trace.output(module)
+        values = [float(v) for v in vars(module).values() if isinstance(v, (int, float)) and v]
+        plans = (
+            ConnectionPlan(module, *names, norm_eps, eps, magnitude)
+            for norm_eps in eps_of(module)
+            for eps in [v for v in values if v < 1e-2] or [0.0]
+            for magnitude in (values if factors.ndim else (0.0,))
+        )
+    streams = _side_by_side(trace.inputs[module], count)
 
-    def error(plan: ConnectionPlan) -> float:
+    def error(plan: Connection) -> float:
         found, given = connect(plan, streams)
         return max(distance(found, row), distance(given, factors) if factors.ndim else 0.0)
 
     return settled(trace, module, plans, error, row)
 
 
+def match_ngrams(trace: Trace, layer: nn.Module, count: int) -> NgramsPlan | None:
+    """Return what brings the last tokens into `count` streams before the blocks of a layer, None without it.
+
+    Raises:
+        MatchError: It brings something else.
+    """
+    read = trace.inputs[layer]
+    parts = (m for m in layer.children() if trace.ran(m) and same(trace.inputs[m], read))
+    module = next((m for m in parts if not _is_connection(trace, m)), None)
+    if module is None:
+        return None
+    children = [m for m in module.children() if trace.ran(m)]
+    tables: list[Any] = [m for m in children if same(trace.inputs[m], trace.ids)]
+    convs = [m for m in children if isinstance(m, nn.Conv1d)]
+    norms = [m for m in children if is_norm(m)]
+    wide = {trace.output(m).shape[-1]: m for m in children if is_linear(m)}
+    key, value = wide.get(read.shape[-1]), wide.get(read.shape[-1] // count)
+    if [len(tables), len(convs), len(norms)] != [1, 1, 3] or key is None or value is None:
+        raise trace.error(module, "brings something into streams that is not understood")
+    rows, given = trace.output(tables[0]), trace.output(key)
+    first, second, third = sorted(
+        norms,
+        key=lambda m: (
+            0 if same(trace.inputs[m], given) else 1 if same(trace.inputs[m], read) else 2
+        ),
+    )
+    streams = _side_by_side(read, count)
+    choices = zip(*(_stream_norms(m, count) for m in (first, second, third)), strict=True)
+    context, empty = (int(getattr(tables[0], n, 0)) for n in ("context_len", "eos_token_id"))
+    plans = (
+        NgramsPlan(
+            *(tables[0], context, empty, rows.shape[-1], linear_plan(key), linear_plan(value)),
+            *(*own, convs[0]),
+        )
+        for own in choices
+    )
+    expected = trace.output(module)
+
+    def error(plan: NgramsPlan) -> float:
+        total = add_ngrams(plan, streams, rows) - streams
+        return distance(total.transpose(0, 1), expected)
+
+    plan = settled(trace, module, plans, error, expected)
+    if not same(ngram_rows(plan, trace.ids), rows):
+        raise trace.error(tables[0], f"gives rows that more than {context} tokens before show in")
+    return plan
+
+
 def layer_with_connections(
     trace: Trace,
     plan: LayerPlan,
     parts: list[nn.Module],
-    norms: tuple[nn.Module | None, ...],
+    norm: nn.Module | None,
+    rows: tuple[Tensor, Tensor],
     given: tuple[Tensor, Tensor],
 ) -> LayerPlan:
     """Return the plan of a layer whose blocks read all streams and are added to all.
@@ -225,37 +321,45 @@ def layer_with_connections(
         trace: The observed forward.
         plan: Of the layer, with its blocks and the norms around attention and behind the mlp.
         parts: Of `connections_of`.
-        norms: Before attention and before the mlp.
+        norm: Before the mlp.
+        rows: What both blocks read, or the norms before them.
         given: What is behind the norms of what both blocks give.
 
     Raises:
         MatchError: The layer adds its blocks in another way.
     """
-    found = []
-    ends = trace.inputs[parts[1]], trace.outputs[plan.module]
-    for part, norm, y, after in zip(parts, norms, given, ends, strict=True):
-        if norm is None:
-            raise trace.error(part, "makes a row that no norm reads")
-        one = match_connection(trace, part, trace.input(norm))
-        streams = _side_by_side(trace.inputs[part])
-        total = add_to_streams(streams, connect(one, streams)[1], y.float())
-        if distance(total, _side_by_side(after)) > tolerance(y):
-            raise trace.error(plan.module, "adds its blocks to its streams in an unknown way")
-        found.append(one)
-    norm = norms[1]
-    assert norm is not None
-    return dataclasses.replace(plan, mlp_norm=match_norm(trace, norm), streams=(found[0], found[1]))
+    layer = plan.module
+    one, other = (match_connection(trace, m, row) for m, row in zip(parts, rows, strict=True))
+    unknown = trace.error(layer, "adds its blocks to its streams in an unknown way")
+    begin, (first, second) = trace.inputs[layer], (trace.inputs[m] for m in parts)
+    ngrams = match_ngrams(trace, layer, one.count)
+    if ngrams is not None:
+        h = _side_by_side(begin, one.count)
+        h = add_ngrams(ngrams, h, trace.output(ngrams.table))
+        if distance(h, _side_by_side(first, one.count)) > tolerance(first):
+            raise unknown
+    elif not same(begin, first):
+        raise unknown
+    ends = (one, first, second), (other, second, trace.outputs[layer])
+    for (own, before, after), y in zip(ends, given, strict=True):
+        streams = _side_by_side(before, own.count)
+        total = add_to_streams(streams, connect(own, streams)[1], y.float())
+        if distance(total, _side_by_side(after, own.count)) > tolerance(y):
+            raise unknown
+    last = None if norm is None else match_norm(trace, norm)
+    return dataclasses.replace(plan, mlp_norm=last, streams=(one, other), ngrams=ngrams)
 
 
 def first_stream(x: Tensor, streams: LayerStreams | None) -> Tensor:
     """Return the first stream ``[T, hidden]`` of what a layer reads or gives; `streams` are of its plan."""
-    one = x if streams is None else x[:, :, 0] if isinstance(streams, tuple) else x[0]
-    return one.reshape(-1, x.shape[-1])
+    if isinstance(streams, tuple):
+        return x.reshape(x.shape[1], streams[0].count, -1)[:, 0]
+    return (x if streams is None else x[0]).reshape(-1, x.shape[-1])
 
 
 def match_ends(
     trace: Trace, others: list[nn.Module], layers: nn.ModuleList, plan: LayerStreams
-) -> tuple[StreamEndsPlan | ConnectionPlan, Tensor]:
+) -> tuple[StreamEndsPlan | Connection, Tensor]:
     """Return how streams begin and end, and what the last norm reads; `plan` are the streams of a layer.
 
     Raises:
@@ -264,9 +368,9 @@ def match_ends(
     start, end = trace.inputs[layers[0]], trace.outputs[layers[-1]]
     h = first_stream(start, plan)
     if isinstance(plan, tuple):
-        known = (m for m in others if same(trace.inputs[m], end) and _numbers_of(trace, m))
+        known = (m for m in others if same(trace.inputs[m], end) and _is_connection(trace, m))
         last_one = next(known, None)
-        if last_one is None or not same(start, h.unsqueeze(1).expand_as(start[0])):
+        if last_one is None or not same(start, torch.stack([h] * plan[0].count, dim=1)):
             raise trace.error(layers[0], "has streams that begin or end in an unknown way")
         x = trace.output(last_one)
         return match_connection(trace, last_one, x), x

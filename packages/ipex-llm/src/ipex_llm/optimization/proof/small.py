@@ -8,6 +8,7 @@ distance, as windows do, so that a short text is enough to see it.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -27,7 +28,7 @@ _IS_DIM = re.compile(
     r"dim(s|ension)?$|_dim_|rank|hidden|embd|embed|d_model|d_ff|d_kv|inner|ffn|width|channels|_size$|intermediate|ndims"
 )
 _NOT_DIM = re.compile(
-    r"vocab|window|chunk|block|kernel|patch|image|conv|group_size|page|stride|local|batch|topk|top_k"
+    r"vocab|ngram|window|chunk|block|kernel|patch|image|conv|group_size|page|stride|local|batch|topk|top_k"
 )
 _IS_EXPERTS = re.compile(r"experts?$|^moe_num_experts|num_local_experts|_experts_")
 _IS_TOP = re.compile(
@@ -37,7 +38,7 @@ _IS_POSITIONS = re.compile(
     r"max_\w*position|n_positions|n_ctx|max_seq|seq_length|max_target|model_max|max_length"
 )
 _IS_PLAIN = re.compile(
-    r"token|_id$|_ids$|index$|version|kernel|conv|pretraining_tp|seed|bits|layers?$|n_group|topk_group|interval"
+    r"token|_id$|_ids$|index$|version|kernel|conv|pretraining_tp|_parts$|seed|bits|layers?$|n_group|topk_group|interval"
     r"|pattern|_step|_freq|period|num_labels|multiple_of|scal|factor|multiplier|loops?$|streams?$|iter|mult$|expan|inference_chunk"
 )
 _IS_INTERVAL = re.compile(r"interval|pattern|_step$|_freq$|period|every")
@@ -89,12 +90,15 @@ def _integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_indices(name: str, value: Any, count: int) -> bool:
-    """Return whether a list holds numbers of layers."""
+def _indices(name: str, value: Any, count: int) -> list[int] | None:
+    """Return the numbers of layers that a list holds, None if it holds something else."""
     if not (isinstance(value, (list, tuple)) and value and all(map(_integer, value))):
-        return False
+        return None
+    if name == "ple_layer_ids":  # counted from one (Qwen 4)
+        return [one - 1 for one in value]
     plain = len(set(value)) == len(value) and min(value) >= 0 and max(value) < count
-    return plain and re.search(r"layer|indices|idx", name) is not None and max(value) > 1
+    named = re.search(r"layer|indices|idx", name) is not None and max(value) > 1
+    return list(value) if plain and named else None
 
 
 def _of_layers(name: str, value: Any, count: int) -> list[Any] | None:
@@ -121,9 +125,9 @@ def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
     count = _first(config, _LAYERS)
     kinds: list[list[object]] = [[] for _ in range(count)]
     for name, value in sorted(_values(config).items()):
-        if _is_indices(name, value, count):
+        if (indices := _indices(name, value, count)) is not None:
             for index, kind in enumerate(kinds):
-                kind.append(index in value)
+                kind.append(index in indices)
         elif (every := _of_layers(name, value, count)) is not None:
             for one, kind in zip(every, kinds, strict=True):
                 kind.append(str(one))
@@ -170,8 +174,9 @@ def _cut_layers(config: Any) -> None:
     for name, value in _values(config).items():
         if name.startswith("n_") and name.endswith("_layers"):
             continue
-        if _is_indices(name, value, count):
-            setattr(config, name, [at for at, index in enumerate(chosen) if index in value])
+        if (indices := _indices(name, value, count)) is not None:
+            kept = [at for at, index in enumerate(chosen) if index in indices]
+            setattr(config, name, [at + value[0] - indices[0] for at in kept])
         elif (every := _of_layers(name, value, count)) is not None:
             setattr(config, name, type(value)(every[index] for index in chosen))
         elif _integer(value) and _IS_DENSE.search(name) and value <= count:
@@ -271,6 +276,10 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
         elif name in ("index_topk", "index_topk_blocks", "index_block_size", "keep_window_size"):
             # Fewer keys are all chosen, and only so many are computed by programs.
             new = min(value, 40 if name in ("index_topk", "keep_window_size") else 6)
+        elif name in ("indexer_budget", "indexer_compress_ratio"):  # a multiple of the other
+            new = 40 if name == "indexer_budget" else math.gcd(value, 4)
+        elif name == "heads_per_ngram":
+            new = min(value, 2)
         elif name == "num_expert_group":  # what `n_group` is called in files of Kimi and Ling
             new = 2
         elif _IS_TOP.search(name) and value <= 64 and "index" not in name:

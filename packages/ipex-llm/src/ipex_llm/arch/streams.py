@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a decoder has several streams beside each other, as parts of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ipex_llm.arch import LinearPlan, NormPlan
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamsPlan:
+    """Streams beside each other, of which a layer reads one and corrects all (Gemma 3n's alternating updates).
+
+    With ``c(x) = tanh(router(norm(x)))`` and the streams `s`,
+
+    - ``p[i] = s[i] + sum_j predict(c(s[0]))[i * count + j] * s[j]``; the layer reads ``p[0]`` and gives `y`,
+    - ``s[i] = p[i] + (correct(c(y))[i] + 1) * (y - p[0])``.
+
+    The block of `LayerPlan.token_block` reads ``s[0] * scale``; what it gives is added to all streams but the first.
+    """
+
+    count: int
+    norm: NormPlan
+    router: LinearPlan
+    predict: LinearPlan
+    correct: LinearPlan
+    scale: Tensor | None  # [hidden]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectionPlan:
+    """How a block reads one row made of several streams, and is added to all of them (hyper-connections of HY 4).
+
+    With ``f = sigmoid(scale * (weight @ norm(s)) + base)``, where the norm goes over all streams `s` side by side and
+    has no weight,
+
+    - the block reads ``sum_i (f[i] + eps) * s[i]`` and gives `y`,
+    - ``s[i] += (magnitude * f[count + i] + eps) * y``.
+
+    Behind the last layer there is the first half alone; all streams begin as the embedding.
+    """
+
+    module: nn.Module  # has the parameters named below
+    weight: str  # [2 * count, count * hidden]
+    base: str  # [2 * count]
+    scale: str  # [2], for each half
+    count: int
+    norm_eps: float
+    eps: float
+    magnitude: float
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Scale and base of each row of the weight, float32."""
+        scale, base = (getattr(self.module, n).detach().float() for n in (self.scale, self.base))
+        return scale.repeat_interleave(self.count), base
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatedConnectionPlan:
+    """How a block reads the mean of several streams with gates, and is added to all of them (Qwen 4).
+
+    With ``n[i] = norm(s[i])``, which has a weight for each stream `s`, and all of these side by side as `n`,
+
+    - the block reads the mean of ``sigmoid(second(silu(factor * first(n))))[i] * n[i]`` and gives `y`,
+    - ``s[i] += 2 * sigmoid(factor * last(n))[i] * y``.
+
+    Behind the last layer there is no `last`; all streams begin as the embedding.
+    """
+
+    norm: NormPlan  # weight [count, hidden]
+    first: LinearPlan
+    second: LinearPlan
+    last: LinearPlan | None
+    count: int
+    factor: float
+
+    @property
+    def linears(self) -> tuple[LinearPlan, ...]:
+        """All linear layers."""
+        return (self.first, self.second, *(() if self.last is None else (self.last,)))
+
+
+Connection = ConnectionPlan | GatedConnectionPlan
+#: Of a layer: all at once, or a connection for each of its two blocks.
+LayerStreams = StreamsPlan | tuple[Connection, Connection]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NgramsPlan:
+    """What the last tokens bring into all streams `s` (Qwen 4's PLE).
+
+    With the row `e` of a token in tables of n-grams, and
+    ``g[i] = key_norm(key(e))[i] @ query_norm(s[i]) / sqrt(hidden)``,
+
+    - ``v[i] = sigmoid(sign(g[i]) * sqrt(max(abs(g[i]), 1e-6))) * value(e)``,
+    - ``s[i] += v[i] + silu(conv(conv_norm(v)))[i]``.
+
+    Norms have a weight for each stream.
+    """
+
+    table: (
+        nn.Module
+    )  # gives the rows of tokens [B, T], each made of `context` tokens before it, too
+    context: int
+    empty: int  # the token that stands for those before the first
+    width: int
+    key: LinearPlan
+    value: LinearPlan
+    key_norm: NormPlan
+    query_norm: NormPlan
+    conv_norm: NormPlan
+    conv: nn.Conv1d  # depthwise over all streams side by side; its taps may be apart
+
+    @property
+    def taps(self) -> Tensor:
+        """The filter with zeros between taps that are apart, float32 ``[W, count * hidden]``."""
+        weight, apart = self.conv.weight.detach().float(), self.conv.dilation[0]
+        taps = weight.new_zeros((weight.shape[-1] - 1) * apart + 1, weight.shape[0])
+        taps[::apart] = weight[:, 0].t()
+        return taps
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamEndsPlan:
+    """How several streams begin and end: the first one is `h`, and the end is the mean of all.
+
+    The others are ``first(h)`` at the start and ``last(s)`` at the end, each as long as the first stream is: times
+    ``sqrt(mean(s[0]^2) / max(mean(x^2), 1e-5))``.
+    """
+
+    first: tuple[LinearPlan, ...]
+    last: tuple[LinearPlan, ...]
