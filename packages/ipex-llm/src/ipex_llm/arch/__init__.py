@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from ipex_llm.arch.streams import (
+from ipex_llm.arch.parts import (
     Connection,
     ConnectionPlan,
     GatedConnectionPlan,
     LayerStreams,
+    LinearPlan,
     NgramsPlan,
+    NormPlan,
     StreamEndsPlan,
     StreamsPlan,
 )
@@ -73,64 +75,6 @@ Tensor = torch.Tensor
 
 #: Activations by the names that the op ``linear`` takes; ``"gelu_quick"``, ``"relu2"`` and others have no fusion.
 Activation = str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NormPlan:
-    """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``.
-
-    With a gate it gives ``y * sigmoid(gate[1](silu(gate[0](y))))`` (A.X K2).
-
-    Weight and bias are ``[width]``; in a norm of queries or keys they may be ``[heads, head_dim]``, one for each head.
-    """
-
-    kind: Literal["rms", "layer"]
-    module: nn.Module
-    eps: float
-    offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
-    bare: bool = False  # the weight that the module has is not used (Falcon-Mamba)
-    order: Tensor | None = None  # of the elements, if it is not the one of the module
-    gate: tuple[LinearPlan, LinearPlan] | None = None
-    factor: float = 1.0  # on what it gives (Dory: rows of length one)
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The weight as it is stored (without `offset`); None: the norm has none."""
-        return None if self.bare else self._values("weight")
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias, or None."""
-        return self._values("bias")
-
-    def _values(self, name: str) -> Tensor | None:
-        parts = next((c for c in self.module.children() if isinstance(c, nn.ModuleList)), None)
-        if parts is None:
-            value = getattr(self.module, name, None)
-            if not isinstance(value, Tensor):
-                return None
-            return value if self.order is None else value[self.order]
-        # One norm for each head (StableLM).
-        rows = [getattr(part, name, None) for part in parts]
-        return None if any(r is None for r in rows) else torch.stack(rows)  # type: ignore[arg-type]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LinearPlan:
-    """A linear layer: one module, or several that read the same input, whose outputs are put side by side."""
-
-    modules: tuple[nn.Module, ...]
-    transposed: bool = False  # weights are [in, out] (GPT-2's Conv1D)
-    #: Order of the output rows, if it is not the one that the user of the layer expects: an index ``[out_features]``
-    #: such that ``rows[order]`` are in the expected order (fused QKV that interleaves heads).
-    order: Tensor | None = None
-    #: float32 ``[out_features]``: what the expected rows, with their biases, are multiplied with.
-    factors: Tensor | None = None
-    #: Module and name of a parameter ``[out_features]`` that is added to the rows, besides their biases: the layer
-    #: around adds it (GPT-NeoX Japanese).
-    added: tuple[nn.Module, str] | None = None
-    gain: tuple[nn.Module, str] | None = None  # of a parameter with one number: a factor (Inkling)
-    multiplied: bool = False  # the module multiplies with `factors` itself (Dory's head)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

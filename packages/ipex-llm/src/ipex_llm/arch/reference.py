@@ -63,7 +63,7 @@ from ipex_llm.arch.formulas import (
     run_norm,
     weight_scale,
 )
-from ipex_llm.arch.streams import Connection
+from ipex_llm.arch.parts import Connection
 
 Tensor = torch.Tensor
 

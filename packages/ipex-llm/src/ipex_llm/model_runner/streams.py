@@ -22,7 +22,7 @@ from ipex_llm.arch import (
     StreamEndsPlan,
     StreamsPlan,
 )
-from ipex_llm.arch.streams import Connection
+from ipex_llm.arch.parts import Connection
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import pointwise
 

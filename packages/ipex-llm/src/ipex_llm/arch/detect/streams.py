@@ -40,8 +40,8 @@ from ipex_llm.arch.detect.trace import (
     tolerance,
 )
 from ipex_llm.arch.formulas import add_ngrams, add_to_streams, connect, ngram_rows
+from ipex_llm.arch.parts import Connection
 from ipex_llm.arch.reference import as_long_as, close_streams, correct_streams, predict_streams
-from ipex_llm.arch.streams import Connection
 
 Tensor = torch.Tensor
 
