@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the next token: sampling from the logits of the vocabulary, and the largest logit."""
+"""Choice of the next token: which may come, sampling from the logits of the vocabulary, and the largest logit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from collections.abc import Iterator
 
 import torch
 
-from ipex_core.library.checks import acc, check_device, check_tensor, dtype_name, randn, row_samples
+from ipex_core.library.checks import (
+    acc,
+    check_device,
+    check_dtype_in,
+    check_not_expanded,
+    check_tensor,
+    dtype_name,
+    randn,
+    row_samples,
+)
 from ipex_core.library.kernels import register
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
 
@@ -335,5 +344,77 @@ register(
         backward=None,
         bench=_argmax_bench,
         summary="Index of the largest element of each row",
+    )
+)
+
+
+# --- which may come ---------------------------------------------------------------------------------------------------
+
+
+def _bitmask(logits: Tensor, bitmask: Tensor) -> None:
+    """Add minus infinity to the logits of tokens whose bit is 0, in place.
+
+    What is not finite stays so.
+
+    Args:
+        logits: ``[..., V]``, float32, bfloat16 or float16; overwritten.
+        bitmask: ``[..., (V + 31) // 32]`` int32: bit ``i % 32`` of word ``i // 32`` belongs to token i.
+
+    Raises:
+        RuntimeError: An argument does not fit.
+    """
+    bits = bitmask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=bitmask.device)
+    kept = (bits & 1).flatten(-2)[..., : logits.shape[-1]].bool()
+    logits.add_(torch.where(kept, 0.0, -torch.inf).to(logits.dtype))
+
+
+def _bitmask_check(a: Arguments) -> None:
+    check_tensor(a.op, "logits", a.logits)
+    check_not_expanded(a.op, "logits", a.logits)
+    check_device(a.op, "bitmask", a.bitmask, a.logits, "logits")
+    check_dtype_in(a.op, "bitmask", a.bitmask, torch.int32)
+    *rows, columns = a.logits.shape
+    wanted = "have the shape of logits with 32 of its columns in each word"
+    fits = list(a.bitmask.shape) == [*rows, (columns + 31) // 32]
+    a.require(fits, "bitmask", wanted, list(a.bitmask.shape))
+
+
+def _bitmask_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    def words(*shape: int) -> Tensor:
+        numbers = torch.Generator().manual_seed(95)
+        return torch.randint(-(2**31), 2**31, shape, generator=numbers, dtype=torch.int32)
+
+    for rows, columns in ((1, 1), (3, 31), (2, 32), (2, 100), (3, 5001)):
+        x = randn(rows, columns, dtype=dtype, seed=94)
+        yield Sample((x, words(rows, (columns + 31) // 32)), id=f"{rows}x{columns}")
+    x = randn(2, 3, 200, dtype=dtype, seed=96)[..., ::2]
+    x[0, 0, 40:] = torch.nan
+    x[1, 1, :3] = torch.tensor([torch.inf, -torch.inf, -0.0])
+    yield Sample((x, words(2, 3, 8)[..., ::2]), id="3d-strided")
+    yield Sample((x[:0], words(0, 3, 4)), id="no_rows")
+
+
+register(
+    OpSpec(
+        name="apply_token_bitmask",
+        mutates=("logits",),
+        reference=_bitmask,
+        check=_bitmask_check,
+        fake=lambda a: None,
+        samples=_bitmask_samples,
+        backward=None,
+        bench=lambda: iter(
+            [
+                BenchCase(
+                    "8x128256",
+                    lambda dtype: (
+                        randn(8, 128256, dtype=dtype),
+                        torch.full((8, 4008), 0x5555, dtype=torch.int32),
+                    ),
+                    lambda dtype: 2 * 8 * 128256 * dtype.itemsize,
+                )
+            ]
+        ),
+        summary="Keep the tokens whose bit is set",
     )
 )

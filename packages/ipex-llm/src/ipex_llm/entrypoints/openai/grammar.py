@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
 from collections import OrderedDict
@@ -151,39 +150,17 @@ class _Compiled:
         return _Matcher(self.start.deep_copy(), self.vocab, self.wanted)
 
 
-@functools.cache
-def _table(dtype: torch.dtype) -> Any:
-    """Return for each byte of a mask what is added to 8 logits: 0, or minus infinity for a bit that is not set."""
-    bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and(1)
-    values = torch.zeros(256, 8, dtype=dtype).masked_fill_(bits == 0, -torch.inf)
-    return values.view(torch.uint8).numpy().view("u8")
-
-
 class _Matcher:
     """One output on its way through a grammar; see `ipex_llm.engine.Matcher`."""
 
     def __init__(self, inner: Any, vocab: int, wanted: Wanted) -> None:
         self._inner = inner
         self._wanted = wanted
-        self._vocab = vocab
         self._bits = torch.zeros(-(-vocab // 32), dtype=torch.int32)
         #: What may come behind each of the drafts that may come.
         self._ahead: list[torch.Tensor] = []
-        self._prepare(torch.float32)
         self.done = False
         self.error: str | None = None
-
-    def _prepare(self, dtype: torch.dtype) -> None:
-        """Make room for what is added to logits of a dtype."""
-        self._mask = torch.zeros(32 * self._bits.numel(), dtype=dtype)
-        self._added = self._mask[: self._vocab]
-        self._expand(self._bits)
-
-    def _expand(self, bits: torch.Tensor) -> None:
-        table = _table(self._mask.dtype)
-        into = self._mask.view(torch.uint8).numpy().view("u8").reshape(-1, table.shape[1])
-        # By 8 tokens at once: operations on each take longer than the mask itself.
-        table.take(bits.view(torch.uint8).numpy(), axis=0, out=into, mode="clip")
 
     def _fail(self, why: str) -> None:
         rule = f"{self._wanted.field} must be a valid, simple {self._wanted.kind}"
@@ -207,7 +184,6 @@ class _Matcher:
             self._bits.zero_()
         elif drafts:
             self._look_ahead(drafts)
-        self._expand(self._bits)
 
     def _look_ahead(self, drafts: Sequence[int]) -> None:
         """Find what may come behind drafts, on a copy; a limit that is met there only ends the look."""
@@ -230,17 +206,12 @@ class _Matcher:
             inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
 
     def apply(self, row: torch.Tensor, ahead: int = 0) -> None:
-        if row.dtype != self._mask.dtype:
-            self._prepare(row.dtype)
         if ahead > len(self._ahead):
             row.fill_(-torch.inf)
             return
-        if ahead:
-            self._expand(self._ahead[ahead - 1])
-        # Some times as fast as `masked_fill_`. What is not finite stays so, and ends the request.
-        row.add_(self._added)
-        if ahead:
-            self._expand(self._bits)
+        bits = self._ahead[ahead - 1] if ahead else self._bits
+        # What is not finite stays so, and ends the request.
+        torch.ops.ipex.apply_token_bitmask(row, bits)
 
     def accept(self, token: int) -> None:
         if not self._inner.consume_token(token):
