@@ -662,12 +662,13 @@ async def read_body(kind: type[Body], request: Request, turn: asyncio.Semaphore)
         raise ApiError(400, "Content-Type must be application/json", param="body")
     if len(data) <= _AT_ONCE:
         return parse_body(kind, data)
-    async with turn:
-        begun = time.monotonic()
-        try:
-            return await asyncio.to_thread(parse_body, kind, data)
-        finally:
-            await asyncio.sleep(min(_REST * (time.monotonic() - begun), _LONGEST_REST))
+    await turn.acquire()
+    begun = time.monotonic()
+    try:
+        return await asyncio.to_thread(parse_body, kind, data)
+    finally:
+        rest = min(_REST * (time.monotonic() - begun), _LONGEST_REST)
+        asyncio.get_running_loop().call_later(rest, turn.release)
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
