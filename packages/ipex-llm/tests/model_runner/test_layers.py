@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from typing import Any
 
 import pytest
 import torch
-from families import OLD, build, tokens
+from families import CAUSAL, OLD, build, tokens
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
 import ipex_core
 import ipex_quant
+from ipex_core.packing.parameter import PackedWeight
 from ipex_llm.model_runner import Runner
 from ipex_llm.model_runner.dense import Part
 from ipex_llm.optimization import optimize
@@ -433,6 +435,26 @@ def test_new_weights_are_used(runs: list[int]) -> None:
     fast.load_state_dict(other.state_dict())
     close(fast(tokens(1, 6)).logits, other(tokens(1, 6)).logits)
     assert runs
+
+
+_CHANGED = ("mixtral", "gpt_oss", "gemma4_moe", "stablelm_parallel", "nemotron", "inkling")
+
+
+@pytest.mark.parametrize("name", [name for name in _CHANGED if name in CAUSAL])
+def test_each_changed_parameter_is_seen(name: str) -> None:
+    """Routers, norms whose numbers are computed, and all others: one of each kind."""
+    model, ids = build(name), tokens(1, 8)
+    fast = optimize(model)
+    kinds = {re.sub(r"\d+", "", key): key for key, _ in reversed([*model.named_parameters()])}
+    for key in kinds.values():
+        if isinstance(fast.get_parameter(key), PackedWeight):
+            continue  # it refuses changes
+        before = model(ids).logits
+        for one in (model, fast):
+            one.get_parameter(key).mul_(1.5)
+        exact = model(ids).logits
+        off = (fast(ids).logits - exact).abs().max()
+        assert off <= 1e-3 + 0.01 * (exact - before).abs().max(), key
 
 
 def test_restore_gives_the_same_model_back() -> None:

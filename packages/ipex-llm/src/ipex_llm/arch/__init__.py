@@ -467,11 +467,17 @@ class ExpertNormsPlan:
     the layer before the mlp gives.
     """
 
+    module: nn.Module  # the router and what is around it
     router: NormPlan
-    factors: Tensor  # [hidden]
     input: NormPlan
     output: NormPlan
     shared: NormPlan
+
+    @property
+    def factors(self) -> Tensor:
+        """Factors on what the router reads, ``[hidden]`` or one."""
+        scale = getattr(self.module, "scale", torch.ones(())).detach().float()
+        return scale * float(getattr(self.module, "scalar_root_size", 1.0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -58,14 +58,19 @@ class NormPlan:
         """The bias, or None."""
         return self._values("bias")
 
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The module, or one for each head (StableLM)."""
+        lists = (c for c in self.module.children() if isinstance(c, nn.ModuleList))
+        return tuple(next(lists, (self.module,)))
+
     def _values(self, name: str) -> Tensor | None:
-        parts = next((c for c in self.module.children() if isinstance(c, nn.ModuleList)), None)
-        if parts is None:
+        parts = self.parts
+        if parts == (self.module,):
             value = getattr(self.module, name, None)
             if not isinstance(value, Tensor):
                 return None
             return value if self.order is None else value[self.order]
-        # One norm for each head (StableLM).
         rows = [getattr(part, name, None) for part in parts]
         return None if any(r is None for r in rows) else torch.stack(rows)  # type: ignore[arg-type]
 

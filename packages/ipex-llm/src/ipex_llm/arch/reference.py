@@ -545,7 +545,7 @@ def run_experts(plan: ExpertsPlan, x: Tensor, h: Tensor | None = None) -> Tensor
         y = run_routed(plan, x, x)
     else:
         assert h is not None
-        routed = run_norm(norms.router, h) * norms.factors.float()
+        routed = run_norm(norms.router, h) * norms.factors
         y = run_norm(norms.output, run_routed(plan, run_norm(norms.input, h), routed))
     if plan.shared is not None:
         shared = run_mlp(plan.shared, x)

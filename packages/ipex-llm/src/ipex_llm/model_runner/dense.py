@@ -33,7 +33,7 @@ from ipex_core.optimization.passes.cast import cast_input
 from ipex_core.optimization.records import class_name
 from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
-from ipex_llm.arch import DecoderPlan, LinearPlan
+from ipex_llm.arch import DecoderPlan, LinearPlan, NormPlan
 from ipex_llm.arch.formulas import per_head
 from ipex_llm.arch.seeded import seeded
 from ipex_llm.model_runner import woq as _woq
@@ -142,6 +142,7 @@ class WeightStore:
         #: Quantized weights that are used as they are: module, name of the buffer, what it was.
         self._own: list[tuple[nn.Module, str, Tensor]] = []
         self._memo: dict[tuple[int, ...], Linear] = {}
+        self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     # ---------------------------------------------------------------------------------------------------- linear
 
@@ -351,12 +352,28 @@ class WeightStore:
         if value is None:
             return None
         parameter = module._parameters.get(name)
-        if parameter is not None and parameter is value:
+        result = value.detach()
+        if result.dtype not in (torch.float32, self.dtype):
+            result = result.to(self.dtype)
+        if parameter is not None and parameter is value and result.dtype == value.dtype:
             self._plain.append((module, name, parameter, -1))
-        else:  # the value was computed from it
+        else:  # the result was computed from it
             self.watch(module, name)
-        value = value.detach()
-        return value if value.dtype in (torch.float32, self.dtype) else value.to(self.dtype)
+        return result
+
+    def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias of a norm."""
+        key = id(plan.module)
+        if key not in self._norms:
+            weight, bias = (
+                self.constant(plan.module, name, getattr(plan, name)) for name in ("weight", "bias")
+            )
+            if plan.offset or plan.parts != (plan.module,):  # programs have what follows from them
+                for part in plan.parts:
+                    self.watch(part, "weight")
+                    self.watch(part, "bias")
+            self._norms[key] = weight, bias
+        return self._norms[key]
 
     def watch(self, module: nn.Module, name: str) -> None:
         """Let `fresh` notice changes of a parameter that a program's constants were computed from; it may be None."""

@@ -67,7 +67,6 @@ class PairRunner:
         self.store = WeightStore(dtype, shared)
         attention = plan.layers[0].attention
         self.heads, self.head_dim = attention.heads, attention.head_dim
-        self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         #: Tables of distances, which layers may share.
         self.biases = list(dict.fromkeys(one.bias for one in plan.layers if one.bias is not None))
         self._strips: list[Tensor] = []
@@ -106,14 +105,7 @@ class PairRunner:
 
     def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias of a norm."""
-        key = id(plan.module)
-        if key not in self._norms:
-            constant = self.store.constant
-            self._norms[key] = (
-                constant(plan.module, "weight", plan.weight),
-                constant(plan.module, "bias", plan.bias),
-            )
-        return self._norms[key]
+        return self.store.norm(plan)
 
     def fresh(self) -> bool:
         """Return whether the model's parameters are still those that were packed."""

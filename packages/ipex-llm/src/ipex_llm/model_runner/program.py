@@ -158,7 +158,6 @@ class Emitter:
         self.gates = {
             id(n.module): tuple(map(store.linear, n.gate or ())) for n in gated_norms(plan)
         }
-        self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         owners = [layer.module for layer in plan.layers if layer.rates is not None]
         if plan.head is not None and plan.head.multiplied:
             owners += plan.head.modules
@@ -340,16 +339,12 @@ class Emitter:
 
     def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias of a norm."""
-        key = id(plan.module)
-        if key not in self._norms:
-            self._norms[key] = (
-                self.store.constant(plan.module, "weight", plan.weight),
-                self.store.constant(plan.module, "bias", plan.bias),
-            )
-        return self._norms[key]
+        return self.store.norm(plan)
 
 
 def _router(store: WeightStore, mlp: ExpertsPlan) -> Linear:
+    for name in ("weight", "bias"):
+        store.watch(mlp.router, name)
     weight: Any = mlp.router._parameters.get("weight")
     if isinstance(weight, PackedWeight):  # a linear layer, which ipex_core.optimize has packed
         weight = weight.plain()
@@ -357,6 +352,7 @@ def _router(store: WeightStore, mlp: ExpertsPlan) -> Linear:
         weight = mlp.router_weight
     weight = weight.detach()
     if mlp.norms is not None:
+        store.watch(mlp.norms.module, "scale")
         weight = weight.float() * mlp.norms.factors.to(weight.device)
     bias = None if mlp.router_bias is None else mlp.router_bias.detach()
     return store.plain(weight.to(store.dtype).contiguous(), bias)

@@ -862,9 +862,11 @@ def _with_dense(
     if None in (*before, *behind) or len(inner) != 1:
         raise trace.error(layer, "has experts beside its mlp without norms around them")
     first, last = (cast("list[nn.Module]", one) for one in (before, behind))
-    factors = getattr(outer, "scale", torch.ones(()))
-    factors = factors.detach().float() * float(getattr(outer, "scalar_root_size", 1.0))
-    given = trace.output(inner[0]).float() * factors
+    router, own, other, shared = (
+        match_norm(trace, norm) for norm in (inner[0], first[0], last[0], last[1])
+    )
+    norms = ExpertNormsPlan(outer, router, own, other, shared)
+    given = trace.output(inner[0]).float() * norms.factors
     stream = trace.input(first[1])
     fits = (
         same(trace.input(first[0]), stream)
@@ -873,12 +875,6 @@ def _with_dense(
     )
     if not fits:
         raise trace.error(outer, "reads something else than a norm of the stream with factors")
-    router, own, other, shared = (
-        match_norm(trace, norm) for norm in (inner[0], first[0], last[0], last[1])
-    )
-    norms = ExpertNormsPlan(
-        router, factors.expand(stream.shape[-1]).contiguous(), own, other, shared
-    )
     total = trace.output(last[0]).float() + trace.output(last[1]).float()
     return dataclasses.replace(experts, shared=mlp, norms=norms), read, total
 
