@@ -361,9 +361,8 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
         return True
     own: list[int] = []
     for place in places:
-        if (
-            place in own
-        ):  # runs again: transformers has more layers behind all others for that (Dory)
+        # Where a layer runs again, transformers has a layer behind all others (Dory).
+        if place in own:
             cache.layers.append(copy.deepcopy(cache.layers[place]))
             place = len(cache.layers) - 1
         own.append(place)
