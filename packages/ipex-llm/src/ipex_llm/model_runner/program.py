@@ -163,9 +163,8 @@ class Emitter:
             owners += plan.head.modules
         for module in {part for owner in owners for part in owner.modules()}:
             for name, value in module._parameters.items():
-                if (
-                    value is not None and value.dim() == 1
-                ):  # factors of the plan were computed from it
+                # Factors of the plan were computed from it.
+                if value is not None and value.dim() == 1:
                     store.watch(module, name)
 
     def _linear(self, plan: LinearPlan | None) -> Linear | None:
