@@ -368,7 +368,11 @@ class WeightStore:
             weight, bias = (
                 self.constant(plan.module, name, getattr(plan, name)) for name in ("weight", "bias")
             )
-            if plan.offset or plan.parts != (plan.module,):  # programs have what follows from them
+            # Programs read the numbers of other norms as they are.
+            added = plan.offset and (
+                plan.kind == "layer" or (weight is not None and weight.ndim == 2)
+            )
+            if added or plan.parts != (plan.module,):
                 for part in plan.parts:
                     self.watch(part, "weight")
                     self.watch(part, "bias")
