@@ -71,8 +71,8 @@ class NormPlan:
             if not isinstance(value, Tensor):
                 return None
             return value if self.order is None else value[self.order]
-        rows = [getattr(part, name, None) for part in parts]
-        return None if any(r is None for r in rows) else torch.stack(rows)  # type: ignore[arg-type]
+        rows = [row for part in parts if (row := getattr(part, name, None)) is not None]
+        return torch.stack(rows) if len(rows) == len(parts) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

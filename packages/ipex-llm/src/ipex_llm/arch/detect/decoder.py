@@ -408,7 +408,7 @@ def _head(
     plan, own = linear_plan(module), learned_factors(module, "scale$", given.shape[-1])
     if own is not None:
         plan = dataclasses.replace(with_factor(plan, own.cpu()), multiplied=True)
-        products = nn.functional.linear(trace.input(module), module.weight)  # type: ignore[arg-type]
+        products = nn.functional.linear(trace.input(module), module.get_parameter("weight"))
         if distance(products.float() * own, given) > tolerance(given):
             raise trace.error(module, "computes something else than products and factors")
     return plan, block, factor * before, cap
