@@ -297,5 +297,37 @@ inline int64_t fetch_distance(const WoqLayout& at, int64_t count) {
   return bytes <= 512 * 1024 ? bytes : 0;
 }
 
+// The strips after the ones that tiles of rows multiply. The first tile reads its weights from
+// memory, the others from L2; these fetch what follows bit by bit, or the memory would rest.
+struct FollowingStrips {
+  // Bytes from a strip's weights to what is fetched with its first block, and from there to what is
+  // fetched with the next one. With 0 the first line is fetched, which is there already.
+  int64_t begin = 0, step = 0;
+
+  // For the tile `tile` of `tiles`.
+  static FollowingStrips of(const WoqLayout& at, int64_t tile, int64_t tiles) {
+    if (tile == 0) return {};
+    const int64_t distance = fetch_distance(at, 4), weights = at.strip_bytes - at.weights;
+    if (distance == 0) return {};
+    return {distance + (tile - 1) * weights / (tiles - 1), kBlockBytes / (tiles - 1)};
+  }
+  IPEX_INLINE void fetch(const char* weights, int64_t block) const {
+    __builtin_prefetch(weights + begin + block * step, 0, 2);
+  }
+};
+
+// Calls f(first row, rows, tile, tiles) for tiles of at most `most` rows: as many rows each, in
+// multiples of `unit`, of which `most` is one.
+template <class F>
+IPEX_INLINE void by_tiles(int64_t rows, int64_t most, int64_t unit, const F& f) {
+  const int64_t tiles = (rows + most - 1) / most;
+  for (int64_t tile = 0, r = 0, n; tile < tiles; ++tile, r += n) {
+    const int64_t left = rows - r;
+    n = woq_round_up((left + tiles - tile - 1) / (tiles - tile), unit);
+    if (n > left) n = left;
+    f(r, n, tile, tiles);
+  }
+}
+
 }  // namespace
 }  // namespace ipex

@@ -142,7 +142,8 @@ struct Bf16Codes<kFormat> {
 
 // c[row][strip][16] of kRows rows and kStrips strips.
 template <uint32_t kFormat, int kRows, int kStrips>
-void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row, float* c) {
+void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row,
+              const FollowingStrips& following, float* c) {
   constexpr int kBlockK = Bf16Codes<kFormat>::kBlockK;
   constexpr int kValues = Bf16Codes<kFormat>::kValues;
   // One row has too few sums to hide the latency of the products.
@@ -177,6 +178,7 @@ void few_bf16(const WoqLinearArgs& args, const char* const* strips, int64_t row,
       for (int s = 0; s < kStrips; ++s) {
         block[s] = weights[s] + k / kBlockK * kBlockBytes;
         if constexpr (IPEX_HAVE_AMX) __builtin_prefetch(block[s] + 4096);
+        if constexpr (kRows > 1) following.fetch(weights[s], k / kBlockK);
       }
       const bool rare = Bf16Codes<kFormat>::template has_rare<kStrips>(block);
 #pragma GCC unroll 4

@@ -46,7 +46,8 @@ IPEX_INLINE i32v as_numbers(i32v bytes) {
 }
 
 template <uint32_t kFormat, int kRows, int kStrips>
-void few_planes(const WoqLinearArgs& args, const char* const* strips, int64_t row, float* c) {
+void few_planes(const WoqLinearArgs& args, const char* const* strips, int64_t row,
+                const FollowingStrips& following, float* c) {
   constexpr bool kNibbles = kFormat != kFormatInt8;
   constexpr int kBlockK = kNibbles ? 8 : 4;
   constexpr int kVectors = kStrips * kStripVectors;
@@ -70,6 +71,9 @@ void few_planes(const WoqLinearArgs& args, const char* const* strips, int64_t ro
       for (auto& of_row : of_plane)
         for (auto& sum : of_row) sum = iset1(0);
     for (; k < chunk_end; k += kBlockK) {
+      if constexpr (kRows > 1)
+#pragma GCC unroll 4
+        for (int s = 0; s < kStrips; ++s) following.fetch(weights[s], k / kBlockK);
       i32v first[kVectors], second[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {

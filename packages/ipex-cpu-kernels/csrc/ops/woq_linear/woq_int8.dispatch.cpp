@@ -94,11 +94,10 @@ void few(const WoqInt8Args& args, int64_t rows, int64_t panel_begin, int64_t pan
     const char* first = args.packed + args.at.first_strip + 2 * p * args.at.strip_bytes;
     const char* strips[4];
     for (int s = 0; s < 4; ++s) strips[s] = first + (two ? s : s % 2) * args.at.strip_bytes;
-    for (int64_t r = 0; r < rows; r += 4) {
-      const int64_t n = rows - r < 4 ? rows - r : 4;
-      few_rows_int8(args, table, strips, r, n, c);
+    by_tiles(rows, 4, 1, [&](int64_t r, int64_t n, int64_t tile, int64_t tiles) {
+      few_rows_int8(args, table, strips, r, n, FollowingStrips::of(args.at, tile, tiles), c);
       finisher.rows(c, kInt8Columns, n, r, static_cast<T*>(args.y) + r * args.n + column, args.n);
-    }
+    });
   }
 }
 

@@ -154,7 +154,7 @@ IPEX_INLINE void finish_chunk(const WoqInt8Args& args, const char* const* strips
 
 template <Codes kCodes, int kRows, int kStrips>
 void few_int8(const WoqInt8Args& args, const ByteTable& table, const char* const* strips,
-              int64_t row, float* c) {
+              int64_t row, const FollowingStrips& following, float* c) {
   constexpr int kBlockK = kCodes == Codes::kBytes ? 4 : 8;
   const uint8_t* x = args.codes + row * args.codes_stride;
   for (int r = 0; r < kRows; ++r)
@@ -177,20 +177,25 @@ void few_int8(const WoqInt8Args& args, const ByteTable& table, const char* const
         add_nibbles<1, kRows, kStrips>(weights, block, x, args.codes_stride, acc);
     }
 #endif
-    for (; block < end; ++block)
+    for (; block < end; ++block) {
+      if constexpr (kRows > 1)
+#pragma GCC unroll 4
+        for (int s = 0; s < kStrips; ++s) following.fetch(weights[s], block);
       add_block<kCodes, kRows, kStrips>(weights, block, x, args.codes_stride, table, acc);
+    }
     finish_chunk<kCodes, kRows, kStrips>(args, strips, row, chunk, acc, c);
   }
 }
 
 // All columns of two panels (four strips) for up to 4 rows.
 inline void few_rows_int8(const WoqInt8Args& args, const ByteTable& table,
-                          const char* const* strips, int64_t row, int64_t rows, float* c) {
+                          const char* const* strips, int64_t row, int64_t rows,
+                          const FollowingStrips& following, float* c) {
   with_codes(args.header.format, [&]<Codes kCodes>() {
     with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
       constexpr int kStrips = kInt8Strips<kRows>;
       for (int s = 0; s < 4; s += kStrips)
-        few_int8<kCodes, kRows, kStrips>(args, table, strips + s, row, c + s * kStrip);
+        few_int8<kCodes, kRows, kStrips>(args, table, strips + s, row, following, c + s * kStrip);
     });
   });
 }

@@ -84,17 +84,17 @@ void product_int16(const WoqLinearArgs& args, const StripList& strips, int64_t r
 
 #if IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI
 void product_planes(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
-                    float* c) {
+                    const FollowingStrips& following, float* c) {
   with_rows<4>(rows, [&]<int kRows>() IPEX_LAMBDA {
     // Twice the sums of other kernels.
     constexpr int kStrips = kLanes == 16 ? (kRows <= 2 ? 4 : 2) : kRows == 1 ? 2 : 1;
     by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
       if (args.header.format == kFormatInt4)
-        few_planes<kFormatInt4, kRows, kStrips>(args, at, row, to);
+        few_planes<kFormatInt4, kRows, kStrips>(args, at, row, following, to);
       else if (args.header.format == kFormatFp4)
-        few_planes<kFormatFp4, kRows, kStrips>(args, at, row, to);
+        few_planes<kFormatFp4, kRows, kStrips>(args, at, row, following, to);
       else
-        few_planes<kFormatInt8, kRows, kStrips>(args, at, row, to);
+        few_planes<kFormatInt8, kRows, kStrips>(args, at, row, following, to);
     });
   });
 }
@@ -102,13 +102,13 @@ void product_planes(const WoqLinearArgs& args, const StripList& strips, int64_t 
 
 #if IPEX_HAVE_AVX512_BF16
 void product_bf16(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
-                  float* c) {
+                  const FollowingStrips& following, float* c) {
   with_format(args.header.format, [&]<uint32_t kFormat>() {
     constexpr uint32_t kCodes = kFormat == kFormatInt4 ? kFormatNf4 : kFormat;
     with_rows<8>(rows, [&]<int kRows>() IPEX_LAMBDA {
       constexpr int kStrips = kRows <= 4 ? 4 : 2;
       by_strips<kStrips>(strips, c, [&](const char* const* at, float* to) {
-        few_bf16<kCodes, kRows, kStrips>(args, at, row, to);
+        few_bf16<kCodes, kRows, kStrips>(args, at, row, following, to);
       });
     });
   });
@@ -159,13 +159,15 @@ void product_shared(const WoqLinearArgs& args, const StripList& strips, int64_t 
 }
 
 void product(const WoqLinearArgs& args, const StripList& strips, int64_t row, int64_t rows,
-             bool shared, float* c) {
+             bool shared, [[maybe_unused]] const FollowingStrips& following, float* c) {
   if (kHaveShared && shared) return product_shared(args, strips, row, rows, c);
 #if IPEX_HAVE_AVX512_BF16
-  if (args.kind == WoqOperand::kBFloat16) return product_bf16(args, strips, row, rows, c);
+  if (args.kind == WoqOperand::kBFloat16)
+    return product_bf16(args, strips, row, rows, following, c);
 #endif
 #if IPEX_HAVE_AVX512_VNNI || IPEX_HAVE_AVX_VNNI
-  if (args.kind == WoqOperand::kPlanes) return product_planes(args, strips, row, rows, c);
+  if (args.kind == WoqOperand::kPlanes)
+    return product_planes(args, strips, row, rows, following, c);
 #endif
   if (args.kind == WoqOperand::kInt16) return product_int16(args, strips, row, rows, c);
   product_float(args, strips, row, rows, c);
@@ -191,16 +193,16 @@ void few_rows(const WoqLinearArgs& args, int64_t row_begin, int64_t row_end, int
     const char* first = args.packed + args.at.first_strip + 2 * p * args.at.strip_bytes;
     StripList strips;
     for (int s = 0; s < 4; ++s) strips.at[s] = first + (two ? s : s % 2) * args.at.strip_bytes;
-    for (int64_t r = row_begin; r < row_end; r += step) {
-      const int64_t n = row_end - r < step ? row_end - r : step;
+    by_tiles(rows, step, tiles ? 16 : 1, [&](int64_t at, int64_t n, int64_t tile, int64_t parts) {
+      const int64_t r = row_begin + at;
 #if IPEX_HAVE_AMX
       if (tiles)
         product_tiles(args, strips, r, n, p + 2 >= panel_end, c, scope);
       else
 #endif
-        product(args, strips, r, n, shared, c);
+        product(args, strips, r, n, shared, FollowingStrips::of(args.at, tile, parts), c);
       finisher.rows(c, kFewColumns, n, r, static_cast<T*>(args.y) + r * args.n + column, args.n);
-    }
+    });
   }
 }
 
