@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch.autograd import forward_ad
@@ -39,6 +39,8 @@ __all__ = [
     "set_autocast_rule",
     "specs",
 ]
+
+Fields = ParamSpec("Fields")
 
 #: Devices whose autocast the rules of a spec apply to.
 _AUTOCAST_DEVICES = ("cpu", "xpu")
@@ -151,6 +153,14 @@ def register(spec: OpSpec) -> OpSpec:
             LIBRARY.impl(spec.name, kernel, f"Autocast{device.upper()}")
     _SPECS[spec.name] = spec
     return spec
+
+
+def _then_register(make: Callable[Fields, OpSpec]) -> Callable[Fields, OpSpec]:
+    return lambda *args, **fields: register(make(*args, **fields))
+
+
+#: Registers an op: takes the fields of its `OpSpec`.
+register_op = _then_register(OpSpec)
 
 
 def _check_present(spec: OpSpec, args: Sequence[Any]) -> None:

@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     row_samples,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -116,30 +116,26 @@ def _bench_of(
     return bench
 
 
-register(
-    OpSpec(
-        name="gelu",
-        reference=_gelu,
-        check=_check,
-        fake=lambda a: fake_like(a.x),
-        samples=_samples,
-        stock=lambda x, approximate="none": functional.gelu(x, approximate=approximate),
-        bench=_bench_of(1, APPROXIMATE),
-        summary="Gaussian error linear unit, exact or tanh form",
-    )
+register_op(
+    name="gelu",
+    reference=_gelu,
+    check=_check,
+    fake=lambda a: fake_like(a.x),
+    samples=_samples,
+    stock=lambda x, approximate="none": functional.gelu(x, approximate=approximate),
+    bench=_bench_of(1, APPROXIMATE),
+    summary="Gaussian error linear unit, exact or tanh form",
 )
-register(
-    OpSpec(
-        name="gelu_mul",
-        reference=_gelu_mul,
-        check=_mul_check,
-        fake=lambda a: fake_like(a.gate),
-        autocast="widest_type",
-        samples=_mul_samples,
-        stock=_stock_mul,
-        bench=_bench_of(2, APPROXIMATE),
-        summary="GELU of the gate times up",
-    )
+register_op(
+    name="gelu_mul",
+    reference=_gelu_mul,
+    check=_mul_check,
+    fake=lambda a: fake_like(a.gate),
+    autocast="widest_type",
+    samples=_mul_samples,
+    stock=_stock_mul,
+    bench=_bench_of(2, APPROXIMATE),
+    summary="GELU of the gate times up",
 )
 
 
@@ -167,17 +163,15 @@ def _quick_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((torch.linspace(-60, 60, 4001).to(dtype),), id="dense")
 
 
-register(
-    OpSpec(
-        name="gelu_quick",
-        reference=_gelu_quick,
-        check=lambda a: check_tensor(a.op, "x", a.x, min_dim=0),
-        fake=lambda a: fake_like(a.x),
-        samples=_quick_samples,
-        stock=lambda x: x * torch.sigmoid(1.702 * x),
-        bench=_bench_of(1),
-        summary="GELU by a sigmoid",
-    )
+register_op(
+    name="gelu_quick",
+    reference=_gelu_quick,
+    check=lambda a: check_tensor(a.op, "x", a.x, min_dim=0),
+    fake=lambda a: fake_like(a.x),
+    samples=_quick_samples,
+    stock=lambda x: x * torch.sigmoid(1.702 * x),
+    bench=_bench_of(1),
+    summary="GELU by a sigmoid",
 )
 
 
@@ -229,24 +223,22 @@ def _stock(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[Tensor, 
     return d, d.sum(0)
 
 
-register(
-    OpSpec(
-        name=OP,
-        reference=_gelu_backward,
-        check=_backward_check,
-        fake=_backward_fake,
-        samples=_backward_samples,
-        stock=_stock,
-        backward=None,
-        tolerance={
-            # Of sums over 300 rows of the short polynomials for 16-bit types, too.
-            torch.float32: (2e-3, 4e-3),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 2e-3),
-        },
-        bench=_bench_of(2, shapes=((256, 3072), (1024, 3072), (4096, 3072))),
-        summary="Gradient of GELU and its column sums",
-    )
+register_op(
+    name=OP,
+    reference=_gelu_backward,
+    check=_backward_check,
+    fake=_backward_fake,
+    samples=_backward_samples,
+    stock=_stock,
+    backward=None,
+    tolerance={
+        # Of sums over 300 rows of the short polynomials for 16-bit types, too.
+        torch.float32: (2e-3, 4e-3),
+        torch.bfloat16: (1.6e-2, 1e-2),
+        torch.float16: (2e-3, 2e-3),
+    },
+    bench=_bench_of(2, shapes=((256, 3072), (1024, 3072), (4096, 3072))),
+    summary="Gradient of GELU and its column sums",
 )
 
 
@@ -282,18 +274,16 @@ def _gated_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((dense, torch.ones_like(dense)), id="dense")
 
 
-register(
-    OpSpec(
-        name="silu_mul",
-        reference=_silu_mul,
-        check=_gated_check,
-        fake=lambda a: fake_like(a.gate),
-        autocast="widest_type",
-        samples=_gated_samples,
-        stock=lambda gate, up: functional.silu(gate) * up,
-        bench=_bench_of(2),
-        summary="SiLU of the gate times up",
-    )
+register_op(
+    name="silu_mul",
+    reference=_silu_mul,
+    check=_gated_check,
+    fake=lambda a: fake_like(a.gate),
+    autocast="widest_type",
+    samples=_gated_samples,
+    stock=lambda gate, up: functional.silu(gate) * up,
+    bench=_bench_of(2),
+    summary="SiLU of the gate times up",
 )
 
 
@@ -379,27 +369,23 @@ def _gated_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="silu_and_mul",
-        reference=_silu_and_mul,
-        check=lambda a: _check_even(a.op, a.x),
-        fake=_gated_fake,
-        samples=_silu_samples,
-        stock=_stock_silu,
-        bench=_gated_bench,
-        summary="SiLU of the first half times the second half",
-    )
+register_op(
+    name="silu_and_mul",
+    reference=_silu_and_mul,
+    check=lambda a: _check_even(a.op, a.x),
+    fake=_gated_fake,
+    samples=_silu_samples,
+    stock=_stock_silu,
+    bench=_gated_bench,
+    summary="SiLU of the first half times the second half",
 )
-register(
-    OpSpec(
-        name="gelu_and_mul",
-        reference=_gelu_and_mul,
-        check=_gelu_check,
-        fake=_gated_fake,
-        samples=_gelu_samples,
-        stock=_stock_gelu,
-        bench=_gated_bench,
-        summary="GELU of the first half times the second half",
-    )
+register_op(
+    name="gelu_and_mul",
+    reference=_gelu_and_mul,
+    check=_gelu_check,
+    fake=_gated_fake,
+    samples=_gelu_samples,
+    stock=_stock_gelu,
+    bench=_gated_bench,
+    summary="GELU of the first half times the second half",
 )

@@ -26,8 +26,8 @@ from ipex_core.library.checks import (
     randn,
     read_once,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 from ipex_core.ops.kv_cache import check_index_tensor
 
 Tensor = torch.Tensor
@@ -474,17 +474,15 @@ def _bench() -> Iterator[BenchCase]:
     )
 
 
-register(
-    OpSpec(
-        name="attention",
-        reference=attention_reference,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        autocast="lower_precision",
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bench,
-        summary="Scaled dot-product attention with masks, windows, biases and grouped heads",
-    )
+register_op(
+    name="attention",
+    reference=attention_reference,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    autocast="lower_precision",
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bench,
+    summary="Scaled dot-product attention with masks, windows, biases and grouped heads",
 )

@@ -22,8 +22,8 @@ from ipex_core.library.checks import (
     check_tensor,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check, dtype_name
 from ipex_core.ops.attention import (
     attend,
     check_head_groups,
@@ -285,25 +285,23 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=OP,
-        schema=(
-            "(Tensor(a!) output, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? head_mapping,"
-            " float scale, Tensor block_tables, Tensor context_lens, int block_size, SymInt max_context_len,"
-            " Tensor? alibi_slopes, int window_size=-1, float k_scale=1.0, float v_scale=1.0,"
-            " float softcap=-1.0, Tensor? sinks=None, Tensor? key_scales=None, Tensor? value_scales=None) -> ()"
-        ),
-        reference=_single_query,
-        check=_check,
-        fake=lambda a: None,
-        samples=_samples,
-        stock=_stock,
-        backward=None,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bench,
-        summary="Attention of one query per sequence over a paged cache",
-    )
+register_op(
+    name=OP,
+    schema=(
+        "(Tensor(a!) output, Tensor query, Tensor key_cache, Tensor value_cache, Tensor? head_mapping,"
+        " float scale, Tensor block_tables, Tensor context_lens, int block_size, SymInt max_context_len,"
+        " Tensor? alibi_slopes, int window_size=-1, float k_scale=1.0, float v_scale=1.0,"
+        " float softcap=-1.0, Tensor? sinks=None, Tensor? key_scales=None, Tensor? value_scales=None) -> ()"
+    ),
+    reference=_single_query,
+    check=_check,
+    fake=lambda a: None,
+    samples=_samples,
+    stock=_stock,
+    backward=None,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bench,
+    summary="Attention of one query per sequence over a paged cache",
 )
 
 
@@ -604,19 +602,17 @@ def _indirect_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=INDIRECT_OP,
-        mutates=("key_cache", "value_cache"),
-        reference=_attention,
-        check=_indirect_check,
-        fake=lambda a: a.query.new_empty(a.query.shape).transpose(1, 2),
-        samples=_indirect_samples,
-        stock=_indirect_stock,
-        stock_args=_stock_args,
-        backward=None,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_indirect_bench,
-        summary="Attention over a cache that beams share through indices",
-    )
+register_op(
+    name=INDIRECT_OP,
+    mutates=("key_cache", "value_cache"),
+    reference=_attention,
+    check=_indirect_check,
+    fake=lambda a: a.query.new_empty(a.query.shape).transpose(1, 2),
+    samples=_indirect_samples,
+    stock=_indirect_stock,
+    stock_args=_stock_args,
+    backward=None,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_indirect_bench,
+    summary="Attention over a cache that beams share through indices",
 )

@@ -19,8 +19,8 @@ from ipex_core.library.checks import (
     dtype_name,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.state_space import (
     check_activation,
     check_shaped,
@@ -315,31 +315,27 @@ def _update_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="causal_conv1d_fn",
-        reference=_causal_conv1d_fn,
-        check=_fn_check,
-        fake=_fn_fake,
-        autocast="lower_precision",
-        samples=_fn_samples,
-        stock=_fn_stock,
-        bench=_fn_bench,
-        summary="Short causal convolution of each channel, with activation",
-    )
+register_op(
+    name="causal_conv1d_fn",
+    reference=_causal_conv1d_fn,
+    check=_fn_check,
+    fake=_fn_fake,
+    autocast="lower_precision",
+    samples=_fn_samples,
+    stock=_fn_stock,
+    bench=_fn_bench,
+    summary="Short causal convolution of each channel, with activation",
 )
 
-register(
-    OpSpec(
-        name="causal_conv1d_update",
-        mutates=("conv_state",),
-        reference=_causal_conv1d_update,
-        check=_update_check,
-        fake=lambda a: fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape),
-        samples=_update_samples,
-        stock=_update_stock,
-        backward=None,
-        bench=_update_bench,
-        summary="New steps of the short causal convolution, with their history",
-    )
+register_op(
+    name="causal_conv1d_update",
+    mutates=("conv_state",),
+    reference=_causal_conv1d_update,
+    check=_update_check,
+    fake=lambda a: fake_sequence(a.x) if a.x.dim() == 3 else a.x.new_empty(a.x.shape),
+    samples=_update_samples,
+    stock=_update_stock,
+    backward=None,
+    bench=_update_bench,
+    summary="New steps of the short causal convolution, with their history",
 )

@@ -31,8 +31,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import LIBRARY, define, register
-from ipex_core.library.spec import Arguments, OpSpec, Sample, check, dtype_name
+from ipex_core.library.kernels import LIBRARY, define, register_op
+from ipex_core.library.spec import Arguments, Sample, check, dtype_name
 
 Tensor = torch.Tensor
 
@@ -368,30 +368,26 @@ def _gather_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield make([0], [4, 4], 0)
 
 
-register(
-    OpSpec(
-        name="all_reduce_",
-        mutates=("x", "memory"),
-        reference=_all_reduce,
-        check=_check_reduce,
-        fake=lambda a: None,
-        samples=_reduce_samples,
-        backward=None,
-        lift=False,
-        summary="Sum over the processes of a group, in place",
-    )
+register_op(
+    name="all_reduce_",
+    mutates=("x", "memory"),
+    reference=_all_reduce,
+    check=_check_reduce,
+    fake=lambda a: None,
+    samples=_reduce_samples,
+    backward=None,
+    lift=False,
+    summary="Sum over the processes of a group, in place",
 )
 
-register(
-    OpSpec(
-        name="all_gather_columns",
-        mutates=("memory",),
-        reference=_all_gather,
-        check=_check_gather,
-        fake=lambda a: a.x.new_empty(*a.x.shape[:-1], sum(a.sizes)),
-        samples=_gather_samples,
-        backward=None,
-        lift=False,
-        summary="Columns of the processes of a group side by side",
-    )
+register_op(
+    name="all_gather_columns",
+    mutates=("memory",),
+    reference=_all_gather,
+    check=_check_gather,
+    fake=lambda a: a.x.new_empty(*a.x.shape[:-1], sum(a.sizes)),
+    samples=_gather_samples,
+    backward=None,
+    lift=False,
+    summary="Columns of the processes of a group side by side",
 )

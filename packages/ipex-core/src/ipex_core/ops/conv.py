@@ -20,8 +20,8 @@ from ipex_core.library.checks import (
     fake_like,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 from ipex_core.ops.linear import activate, check_activation, stored_dtype
 from ipex_core.ops.state_space import check_shaped
 from ipex_core.packing import dense
@@ -457,19 +457,17 @@ def stock_args(
     return x, weight, bias, stride, padding, dilation, groups
 
 
-register(
-    OpSpec(
-        name="convolution",
-        reference=_convolution,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=functional.conv2d,
-        stock_args=stock_args,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bench,
-        summary="2-D convolution on a packed weight with bias, residual and activation",
-    )
+register_op(
+    name="convolution",
+    reference=_convolution,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=functional.conv2d,
+    stock_args=stock_args,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bench,
+    summary="2-D convolution on a packed weight with bias, residual and activation",
 )
 
 
@@ -611,21 +609,19 @@ def _norm_bench() -> Iterator[BenchCase]:
             )
 
 
-register(
-    OpSpec(
-        name="frozen_batch_norm",
-        reference=_frozen_batch_norm,
-        check=_norm_check,
-        fake=_norm_fake,
-        samples=_norm_samples,
-        stock=_stock,
-        backward=_backward,
-        tolerance={
-            torch.float32: (1e-5, 1e-4),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 2e-3),
-        },
-        bench=_norm_bench,
-        summary="Batch normalization with fixed statistics",
-    )
+register_op(
+    name="frozen_batch_norm",
+    reference=_frozen_batch_norm,
+    check=_norm_check,
+    fake=_norm_fake,
+    samples=_norm_samples,
+    stock=_stock,
+    backward=_backward,
+    tolerance={
+        torch.float32: (1e-5, 1e-4),
+        torch.bfloat16: (1.6e-2, 1e-2),
+        torch.float16: (2e-3, 2e-3),
+    },
+    bench=_norm_bench,
+    summary="Batch normalization with fixed statistics",
 )

@@ -19,8 +19,8 @@ from ipex_core.library.checks import (
     check_tensor,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check, dtype_name
 from ipex_core.ops.attention import (
     attend,
     check_head_groups,
@@ -245,19 +245,17 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=OP,
-        reference=_decode_attention,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        backward=None,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bench,
-        summary="Attention of the newest tokens over a contiguous cache",
-    )
+register_op(
+    name=OP,
+    reference=_decode_attention,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    backward=None,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bench,
+    summary="Attention of the newest tokens over a contiguous cache",
 )
 
 
@@ -424,18 +422,16 @@ def _mla_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=MLA_OP,
-        mutates=("kv_cache",),
-        reference=_mla,
-        check=_mla_check,
-        fake=lambda a: a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank),
-        samples=_mla_samples,
-        stock=_mla_stock,
-        backward=None,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_mla_bench,
-        summary="Decode attention over a latent cache that all heads share",
-    )
+register_op(
+    name=MLA_OP,
+    mutates=("kv_cache",),
+    reference=_mla,
+    check=_mla_check,
+    fake=lambda a: a.query.new_empty(*a.query.shape[:2], a.kv_lora_rank),
+    samples=_mla_samples,
+    stock=_mla_stock,
+    backward=None,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_mla_bench,
+    summary="Decode attention over a latent cache that all heads share",
 )

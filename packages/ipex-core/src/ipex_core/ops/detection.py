@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     fake_like,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 
 Tensor = torch.Tensor
 
@@ -188,19 +188,17 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="nms_mask",
-        reference=_nms_mask,
-        check=_check,
-        fake=lambda a: torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device),
-        samples=_samples,
-        stock=_stock,
-        backward=None,
-        lift=False,
-        bench=_bench,
-        summary="Which boxes stay in non-maximum suppression, for many groups at once",
-    )
+register_op(
+    name="nms_mask",
+    reference=_nms_mask,
+    check=_check,
+    fake=lambda a: torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device),
+    samples=_samples,
+    stock=_stock,
+    backward=None,
+    lift=False,
+    bench=_bench,
+    summary="Which boxes stay in non-maximum suppression, for many groups at once",
 )
 
 
@@ -291,20 +289,18 @@ def _boxes_stock(
     return torch.cat([center - size / 2, center + size / 2], -1)
 
 
-register(
-    OpSpec(
-        name="locations_to_boxes",
-        reference=_locations_to_boxes,
-        check=_boxes_check,
-        fake=lambda a: fake_like(a.locations),
-        samples=_boxes_samples,
-        stock=_boxes_stock,
-        tolerance={
-            torch.float32: (1e-5, 1e-5),
-            torch.bfloat16: (1.6e-2, 1.6e-2),
-            torch.float16: (2e-3, 2e-3),
-        },
-        bench=_boxes_bench,
-        summary="Corners of boxes from the output of an SSD head",
-    )
+register_op(
+    name="locations_to_boxes",
+    reference=_locations_to_boxes,
+    check=_boxes_check,
+    fake=lambda a: fake_like(a.locations),
+    samples=_boxes_samples,
+    stock=_boxes_stock,
+    tolerance={
+        torch.float32: (1e-5, 1e-5),
+        torch.bfloat16: (1.6e-2, 1.6e-2),
+        torch.float16: (2e-3, 2e-3),
+    },
+    bench=_boxes_bench,
+    summary="Corners of boxes from the output of an SSD head",
 )

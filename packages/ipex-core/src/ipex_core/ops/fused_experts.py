@@ -21,8 +21,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.moe import (
     check_experts,
     check_quantized_expert,
@@ -484,19 +484,17 @@ def _stock(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> 
     return y
 
 
-register(
-    OpSpec(
-        name="fused_experts",
-        reference=_fused_experts,
-        check=_check,
-        fake=lambda a: torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format),
-        samples=expert_samples,
-        stock=_stock,
-        stock_args=_stock_args,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=expert_bench,
-        summary="Gated MLPs of a mixture of experts on packed weights, with a shared expert",
-    )
+register_op(
+    name="fused_experts",
+    reference=_fused_experts,
+    check=_check,
+    fake=lambda a: torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format),
+    samples=expert_samples,
+    stock=_stock,
+    stock_args=_stock_args,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=expert_bench,
+    summary="Gated MLPs of a mixture of experts on packed weights, with a shared expert",
 )
 
 
@@ -673,17 +671,15 @@ def _linear_stock(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return y
 
 
-register(
-    OpSpec(
-        name=LINEAR_OP,
-        reference=_expert_linear,
-        check=_linear_check,
-        fake=_linear_fake,
-        samples=_linear_samples,
-        stock=_linear_stock,
-        stock_args=_linear_stock_args,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_linear_bench,
-        summary="Linear layers of the experts that tokens go to, alone or as a weighted sum",
-    )
+register_op(
+    name=LINEAR_OP,
+    reference=_expert_linear,
+    check=_linear_check,
+    fake=_linear_fake,
+    samples=_linear_samples,
+    stock=_linear_stock,
+    stock_args=_linear_stock_args,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_linear_bench,
+    summary="Linear layers of the experts that tokens go to, alone or as a weighted sum",
 )

@@ -23,8 +23,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 from ipex_core.ops.linear import (
     apply_epilogue,
     check_activation,
@@ -215,19 +215,17 @@ def _stock_args(
     return x, offsets.tolist(), plain
 
 
-register(
-    OpSpec(
-        name=OP,
-        reference=_grouped_linear,
-        check=_check,
-        fake=lambda a: a.x.new_empty(a.x.shape[0], a.out_features),
-        samples=_samples,
-        stock=_stock,
-        stock_args=_stock_args,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bench,
-        summary="Linear layers of groups of rows, each group with its own packed weight",
-    )
+register_op(
+    name=OP,
+    reference=_grouped_linear,
+    check=_check,
+    fake=lambda a: a.x.new_empty(a.x.shape[0], a.out_features),
+    samples=_samples,
+    stock=_stock,
+    stock_args=_stock_args,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bench,
+    summary="Linear layers of groups of rows, each group with its own packed weight",
 )
 
 
@@ -362,17 +360,15 @@ def _bmm_bench() -> Iterator[BenchCase]:
             )
 
 
-register(
-    OpSpec(
-        name=BMM_OP,
-        reference=_bmm,
-        check=_bmm_check,
-        fake=_bmm_fake,
-        autocast="lower_precision_unless_packed",
-        samples=_bmm_samples,
-        stock=torch.bmm,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bmm_bench,
-        summary="Batch of matrix products, scaled, with a sum; second factor plain or packed",
-    )
+register_op(
+    name=BMM_OP,
+    reference=_bmm,
+    check=_bmm_check,
+    fake=_bmm_fake,
+    autocast="lower_precision_unless_packed",
+    samples=_bmm_samples,
+    stock=torch.bmm,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bmm_bench,
+    summary="Batch of matrix products, scaled, with a sum; second factor plain or packed",
 )

@@ -20,8 +20,8 @@ from ipex_core.library.checks import (
     read_once,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 from ipex_core.ops.linear import (
     ACTIVATIONS,
     apply_epilogue,
@@ -104,31 +104,27 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((_packed_int8.pack(weight), *weight.shape), id=sample.id)
 
 
-register(
-    OpSpec(
-        name="pack_int8_weight",
-        reference=_pack,
-        check=_pack_check,
-        fake=_pack_fake,
-        samples=_pack_samples,
-        dtypes=(torch.int8,),
-        backward=None,
-        lift=False,
-        summary="Pack an int8 weight for `int8_linear`",
-    )
+register_op(
+    name="pack_int8_weight",
+    reference=_pack,
+    check=_pack_check,
+    fake=_pack_fake,
+    samples=_pack_samples,
+    dtypes=(torch.int8,),
+    backward=None,
+    lift=False,
+    summary="Pack an int8 weight for `int8_linear`",
 )
-register(
-    OpSpec(
-        name="unpack_int8_weight",
-        reference=_unpack,
-        check=_unpack_check,
-        fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=torch.int8),
-        samples=_unpack_samples,
-        dtypes=(torch.uint8,),
-        backward=None,
-        lift=False,
-        summary="Give back the weight of a packed int8 one",
-    )
+register_op(
+    name="unpack_int8_weight",
+    reference=_unpack,
+    check=_unpack_check,
+    fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=torch.int8),
+    samples=_unpack_samples,
+    dtypes=(torch.uint8,),
+    backward=None,
+    lift=False,
+    summary="Give back the weight of a packed int8 one",
 )
 
 
@@ -416,25 +412,23 @@ def _stock(
     )
 
 
-register(
-    OpSpec(
-        name="int8_linear",
-        reference=_linear,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        stock_args=_stock_args,
-        backward=None,
-        lift=False,
-        tolerance={
-            **SUM_TOLERANCE,
-            torch.int8: (0.0, 1.0),
-            torch.uint8: (0.0, 1.0),
-        },
-        bench=_bench,
-        summary="Linear layer on int8 weights with 8-bit activations, static or dynamic",
-    )
+register_op(
+    name="int8_linear",
+    reference=_linear,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    stock_args=_stock_args,
+    backward=None,
+    lift=False,
+    tolerance={
+        **SUM_TOLERANCE,
+        torch.int8: (0.0, 1.0),
+        torch.uint8: (0.0, 1.0),
+    },
+    bench=_bench,
+    summary="Linear layer on int8 weights with 8-bit activations, static or dynamic",
 )
 
 
@@ -572,18 +566,16 @@ def _matmul_bench() -> Iterator[BenchCase]:
             )
 
 
-register(
-    OpSpec(
-        name=OP,
-        reference=_matmul,
-        check=_matmul_check,
-        fake=_matmul_fake,
-        samples=_matmul_samples,
-        stock=lambda a, b, a_scale, a_zero, b_scale, b_zero: torch.matmul(a, b),
-        backward=None,
-        autocast="lower_precision",
-        lift=False,
-        bench=_matmul_bench,
-        summary="Product of two activations on 8-bit integers",
-    )
+register_op(
+    name=OP,
+    reference=_matmul,
+    check=_matmul_check,
+    fake=_matmul_fake,
+    samples=_matmul_samples,
+    stock=lambda a, b, a_scale, a_zero, b_scale, b_zero: torch.matmul(a, b),
+    backward=None,
+    autocast="lower_precision",
+    lift=False,
+    bench=_matmul_bench,
+    summary="Product of two activations on 8-bit integers",
 )

@@ -17,8 +17,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 from ipex_core.ops.int8_linear import int8_randn
 from ipex_core.ops.quantize import check_scale, codes
 
@@ -191,34 +191,30 @@ _TOLERANCE = {
     torch.float16: (2e-3, 1e-3),
 }
 
-register(
-    OpSpec(
-        name=_FORWARD,
-        reference=_interaction,
-        check=lambda a: _check_inputs(_FORWARD, a.inputs),
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        autocast="lower_precision",
-        tolerance=_TOLERANCE,
-        bench=_bench,
-        summary="Dot products of all pairs of feature vectors",
-    )
+register_op(
+    name=_FORWARD,
+    reference=_interaction,
+    check=lambda a: _check_inputs(_FORWARD, a.inputs),
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    autocast="lower_precision",
+    tolerance=_TOLERANCE,
+    bench=_bench,
+    summary="Dot products of all pairs of feature vectors",
 )
 
-register(
-    OpSpec(
-        name=_BACKWARD,
-        reference=_backward,
-        check=_check_backward,
-        fake=lambda a: a.grad.new_empty(len(a.inputs), *a.inputs[0].shape),
-        samples=_samples_backward,
-        stock=_stock_backward,
-        backward=None,
-        tolerance=_TOLERANCE,
-        bench=_bench_backward,
-        summary="The derivative of `interaction`",
-    )
+register_op(
+    name=_BACKWARD,
+    reference=_backward,
+    check=_check_backward,
+    fake=lambda a: a.grad.new_empty(len(a.inputs), *a.inputs[0].shape),
+    samples=_samples_backward,
+    stock=_stock_backward,
+    backward=None,
+    tolerance=_TOLERANCE,
+    bench=_bench_backward,
+    summary="The derivative of `interaction`",
 )
 
 
@@ -390,19 +386,17 @@ def _int8_bench() -> Iterator[BenchCase]:
             )
 
 
-register(
-    OpSpec(
-        name=OP,
-        reference=_int8_interaction,
-        check=_int8_check,
-        fake=_int8_fake,
-        samples=_int8_samples,
-        stock=_int8_stock,
-        stock_args=_stock_args,
-        backward=None,
-        lift=False,
-        tolerance={**_TOLERANCE, torch.int8: (0.0, 1.0), torch.uint8: (0.0, 1.0)},
-        bench=_int8_bench,
-        summary="Dot products of all pairs of feature vectors on 8-bit integers",
-    )
+register_op(
+    name=OP,
+    reference=_int8_interaction,
+    check=_int8_check,
+    fake=_int8_fake,
+    samples=_int8_samples,
+    stock=_int8_stock,
+    stock_args=_stock_args,
+    backward=None,
+    lift=False,
+    tolerance={**_TOLERANCE, torch.int8: (0.0, 1.0), torch.uint8: (0.0, 1.0)},
+    bench=_int8_bench,
+    summary="Dot products of all pairs of feature vectors on 8-bit integers",
 )

@@ -29,8 +29,8 @@ from ipex_core.library.checks import (
     randn,
     read_once,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -407,20 +407,18 @@ for _name, _reference in (
     ("reshape_and_cache", _reshape_and_cache),
     ("reshape_and_cache_flash", _reshape_and_cache_flash),
 ):
-    register(
-        OpSpec(
-            name=_name,
-            mutates=("key_cache", "value_cache", "key_scales", "value_scales"),
-            reference=_reference,
-            check=_check,
-            fake=lambda a: None,
-            samples=_samples,
-            stock=_stock,
-            backward=None,
-            lift=False,
-            bench=_bench if _name == "reshape_and_cache" else None,
-            summary="Write new keys and values into a paged cache",
-        )
+    register_op(
+        name=_name,
+        mutates=("key_cache", "value_cache", "key_scales", "value_scales"),
+        reference=_reference,
+        check=_check,
+        fake=lambda a: None,
+        samples=_samples,
+        stock=_stock,
+        backward=None,
+        lift=False,
+        bench=_bench if _name == "reshape_and_cache" else None,
+        summary="Write new keys and values into a paged cache",
     )
 
 
@@ -509,18 +507,16 @@ def _nothing(a: Arguments) -> None:
     return None
 
 
-register(
-    OpSpec(
-        name="cache_slots",
-        mutates=("slot_mapping",),
-        reference=_cache_slots,
-        check=_cache_slots_check,
-        fake=_nothing,
-        samples=_cache_slots_samples,
-        dtypes=_INDEX,
-        backward=None,
-        tolerance={},
-        lift=False,
-        summary="Rows of a paged cache for new tokens",
-    )
+register_op(
+    name="cache_slots",
+    mutates=("slot_mapping",),
+    reference=_cache_slots,
+    check=_cache_slots_check,
+    fake=_nothing,
+    samples=_cache_slots_samples,
+    dtypes=_INDEX,
+    backward=None,
+    tolerance={},
+    lift=False,
+    summary="Rows of a paged cache for new tokens",
 )

@@ -20,8 +20,8 @@ from ipex_core.library.checks import (
     row_bench,
     row_samples,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.softmax import check_drop, drop
 
 Tensor = torch.Tensor
@@ -181,46 +181,40 @@ def _stock(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-register(
-    OpSpec(
-        name="layer_norm",
-        reference=_layer_norm,
-        check=check_norm,
-        fake=fake_norm,
-        samples=_samples,
-        stock=_stock,
-        tolerance=SUM_TOLERANCE,
-        bench=bench_of_norm(2, 1e-5),
-        summary="Layer normalization over the last dimension",
-    )
+register_op(
+    name="layer_norm",
+    reference=_layer_norm,
+    check=check_norm,
+    fake=fake_norm,
+    samples=_samples,
+    stock=_stock,
+    tolerance=SUM_TOLERANCE,
+    bench=bench_of_norm(2, 1e-5),
+    summary="Layer normalization over the last dimension",
 )
-register(
-    OpSpec(
-        name="add_layer_norm",
-        reference=_add_layer_norm,
-        check=check_norm,
-        fake=fake_sum,
-        autocast="widest_type",
-        samples=_add_samples,
-        stock=stock_after_sum(_stock),
-        tolerance=SUM_TOLERANCE,
-        bench=bench_of_norm(2, 1e-5, added=1),
-        summary="Residual addition followed by layer normalization",
-    )
+register_op(
+    name="add_layer_norm",
+    reference=_add_layer_norm,
+    check=check_norm,
+    fake=fake_sum,
+    autocast="widest_type",
+    samples=_add_samples,
+    stock=stock_after_sum(_stock),
+    tolerance=SUM_TOLERANCE,
+    bench=bench_of_norm(2, 1e-5, added=1),
+    summary="Residual addition followed by layer normalization",
 )
-register(
-    OpSpec(
-        name="add_layer_norm_",
-        mutates=("residual",),
-        reference=_add_layer_norm_in_place,
-        check=check_norm,
-        fake=fake_norm,
-        samples=_add_samples,
-        stock=stock_after_sum(_stock, in_place=True),
-        tolerance=SUM_TOLERANCE,
-        bench=bench_of_norm(2, 1e-5, added=1),
-        summary="Residual addition in place followed by layer normalization",
-    )
+register_op(
+    name="add_layer_norm_",
+    mutates=("residual",),
+    reference=_add_layer_norm_in_place,
+    check=check_norm,
+    fake=fake_norm,
+    samples=_add_samples,
+    stock=stock_after_sum(_stock, in_place=True),
+    tolerance=SUM_TOLERANCE,
+    bench=bench_of_norm(2, 1e-5, added=1),
+    summary="Residual addition in place followed by layer normalization",
 )
 
 
@@ -423,31 +417,27 @@ def _backward_stock(grad: Tensor, sum: Tensor, weight: Tensor, p: float, *rest: 
     return dsum, dx, dx.sum(0), dweight, dbias
 
 
-register(
-    OpSpec(
-        name=OP,
-        reference=_forward,
-        check=_dropout_check,
-        fake=fake_sum,
-        samples=_dropout_samples,
-        stock=_dropout_stock,
-        backward=_backward_of_op,
-        tolerance=SUM_TOLERANCE,
-        bench=_dropout_bench,
-        summary="Dropout, residual addition and layer normalization",
-    )
+register_op(
+    name=OP,
+    reference=_forward,
+    check=_dropout_check,
+    fake=fake_sum,
+    samples=_dropout_samples,
+    stock=_dropout_stock,
+    backward=_backward_of_op,
+    tolerance=SUM_TOLERANCE,
+    bench=_dropout_bench,
+    summary="Dropout, residual addition and layer normalization",
 )
-register(
-    OpSpec(
-        name=BACKWARD,
-        reference=_backward,
-        check=_backward_check,
-        fake=_backward_fake,
-        samples=_backward_samples,
-        stock=_backward_stock,
-        backward=None,
-        tolerance=SUM_TOLERANCE,
-        bench=_backward_bench,
-        summary="Gradients of dropout_add_layer_norm",
-    )
+register_op(
+    name=BACKWARD,
+    reference=_backward,
+    check=_backward_check,
+    fake=_backward_fake,
+    samples=_backward_samples,
+    stock=_backward_stock,
+    backward=None,
+    tolerance=SUM_TOLERANCE,
+    bench=_backward_bench,
+    summary="Gradients of dropout_add_layer_norm",
 )

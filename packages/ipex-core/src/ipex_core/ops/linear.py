@@ -20,8 +20,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 from ipex_core.packing import dense
 from ipex_core.packing.dense import PANEL, check_packed, deinterleave_gate_up, interleave_gate_up
 
@@ -271,19 +271,17 @@ def stock_args(
     return x, dense.unpack(packed_weight, out_features, x.shape[-1], x.dtype), bias
 
 
-register(
-    OpSpec(
-        name="linear",
-        reference=_linear,
-        check=_check,
-        fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
-        samples=_samples,
-        stock=functional.linear,
-        stock_args=stock_args,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bench,
-        summary="Linear layer on a packed weight with bias, activation and residual",
-    )
+register_op(
+    name="linear",
+    reference=_linear,
+    check=_check,
+    fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
+    samples=_samples,
+    stock=functional.linear,
+    stock_args=stock_args,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bench,
+    summary="Linear layer on a packed weight with bias, activation and residual",
 )
 
 
@@ -356,29 +354,25 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((dense.pack(weight), *weight.shape, dtype), id=sample.id)
 
 
-register(
-    OpSpec(
-        name="pack_linear_weight",
-        reference=_pack,
-        check=_pack_check,
-        fake=_pack_fake,
-        samples=_pack_samples,
-        backward=None,
-        lift=False,
-        summary="Pack a linear weight for `linear`",
-    )
+register_op(
+    name="pack_linear_weight",
+    reference=_pack,
+    check=_pack_check,
+    fake=_pack_fake,
+    samples=_pack_samples,
+    backward=None,
+    lift=False,
+    summary="Pack a linear weight for `linear`",
 )
-register(
-    OpSpec(
-        name="unpack_linear_weight",
-        reference=_unpack,
-        check=_unpack_check,
-        fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
-        samples=_unpack_samples,
-        backward=None,
-        lift=False,
-        summary="Give back the weight of a packed one, bit for bit",
-    )
+register_op(
+    name="unpack_linear_weight",
+    reference=_unpack,
+    check=_unpack_check,
+    fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
+    samples=_unpack_samples,
+    backward=None,
+    lift=False,
+    summary="Give back the weight of a packed one, bit for bit",
 )
 
 
@@ -467,18 +461,16 @@ def _stock_args(
     return ids, dense.unpack(packed, num_embeddings, embedding_dim, dtype)
 
 
-register(
-    OpSpec(
-        name=_OP,
-        reference=_embedding,
-        check=_embedding_check,
-        fake=lambda a: a.packed.new_empty(*a.ids.shape, a.embedding_dim, dtype=a.dtype),
-        samples=_embedding_samples,
-        stock=torch.nn.functional.embedding,
-        stock_args=_stock_args,
-        backward=None,
-        lift=False,
-        bench=_embedding_bench,
-        summary="Rows of a weight that is packed for `linear`",
-    )
+register_op(
+    name=_OP,
+    reference=_embedding,
+    check=_embedding_check,
+    fake=lambda a: a.packed.new_empty(*a.ids.shape, a.embedding_dim, dtype=a.dtype),
+    samples=_embedding_samples,
+    stock=torch.nn.functional.embedding,
+    stock_args=_stock_args,
+    backward=None,
+    lift=False,
+    bench=_embedding_bench,
+    summary="Rows of a weight that is packed for `linear`",
 )

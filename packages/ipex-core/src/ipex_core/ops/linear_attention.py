@@ -24,8 +24,8 @@ from ipex_core.library.checks import (
     check_tensor,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.state_space import (
     check_activation,
     check_float32,
@@ -198,18 +198,16 @@ def _conv_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="causal_conv1d_varlen",
-        mutates=("conv_state",),
-        reference=_conv,
-        check=_conv_check,
-        fake=lambda a: a.x.new_empty(a.x.shape),
-        samples=_conv_samples,
-        backward=None,
-        bench=_conv_bench,
-        summary="Short causal convolution of texts back to back, with their histories in a cache",
-    )
+register_op(
+    name="causal_conv1d_varlen",
+    mutates=("conv_state",),
+    reference=_conv,
+    check=_conv_check,
+    fake=lambda a: a.x.new_empty(a.x.shape),
+    samples=_conv_samples,
+    backward=None,
+    bench=_conv_bench,
+    summary="Short causal convolution of texts back to back, with their histories in a cache",
 )
 
 
@@ -420,23 +418,21 @@ def _delta_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="gated_delta_rule",
-        schema=(
-            "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A, Tensor dt_bias,"
-            " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots, float scale,"
-            " bool normalize=True, float lowest=0.0) -> Tensor"
-        ),
-        reference=_delta,
-        check=_delta_check,
-        fake=lambda a: a.v.new_empty(a.v.shape),
-        samples=_delta_samples,
-        backward=None,
-        tolerance=SUM_TOLERANCE,
-        bench=_delta_bench,
-        summary="Gated delta rule of texts back to back, with their states in a cache",
-    )
+register_op(
+    name="gated_delta_rule",
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A, Tensor dt_bias,"
+        " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots, float scale,"
+        " bool normalize=True, float lowest=0.0) -> Tensor"
+    ),
+    reference=_delta,
+    check=_delta_check,
+    fake=lambda a: a.v.new_empty(a.v.shape),
+    samples=_delta_samples,
+    backward=None,
+    tolerance=SUM_TOLERANCE,
+    bench=_delta_bench,
+    summary="Gated delta rule of texts back to back, with their states in a cache",
 )
 
 
@@ -560,23 +556,21 @@ def _ssd_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="ssd_scan",
-        schema=(
-            "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias,"
-            " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots,"
-            " float dt_min=0.0, float dt_max=1e30) -> Tensor"
-        ),
-        reference=_ssd,
-        check=_ssd_check,
-        fake=lambda a: a.x.new_empty(a.x.shape),
-        samples=_ssd_samples,
-        backward=None,
-        tolerance=SUM_TOLERANCE,
-        bench=_ssd_bench,
-        summary="Scan of Mamba-2 of texts back to back, with their states in a cache",
-    )
+register_op(
+    name="ssd_scan",
+    schema=(
+        "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias,"
+        " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots,"
+        " float dt_min=0.0, float dt_max=1e30) -> Tensor"
+    ),
+    reference=_ssd,
+    check=_ssd_check,
+    fake=lambda a: a.x.new_empty(a.x.shape),
+    samples=_ssd_samples,
+    backward=None,
+    tolerance=SUM_TOLERANCE,
+    bench=_ssd_bench,
+    summary="Scan of Mamba-2 of texts back to back, with their states in a cache",
 )
 
 
@@ -714,22 +708,20 @@ def _selective_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="selective_scan_varlen",
-        schema=(
-            "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias,"
-            " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots) -> Tensor"
-        ),
-        reference=_selective,
-        check=_selective_check,
-        fake=lambda a: a.x.new_empty(a.x.shape),
-        samples=_selective_samples,
-        backward=None,
-        tolerance=SUM_TOLERANCE,
-        bench=_selective_bench,
-        summary="Selective scan of Mamba of texts back to back, with their states in a cache",
-    )
+register_op(
+    name="selective_scan_varlen",
+    schema=(
+        "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias,"
+        " Tensor(s!) state, Tensor query_starts, Tensor lengths, Tensor slots) -> Tensor"
+    ),
+    reference=_selective,
+    check=_selective_check,
+    fake=lambda a: a.x.new_empty(a.x.shape),
+    samples=_selective_samples,
+    backward=None,
+    tolerance=SUM_TOLERANCE,
+    bench=_selective_bench,
+    summary="Selective scan of Mamba of texts back to back, with their states in a cache",
 )
 
 
@@ -849,20 +841,18 @@ def _wkv_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="wkv_scan",
-        schema=(
-            "(Tensor x, Tensor k, Tensor decay, Tensor first, Tensor(s!) state,"
-            " Tensor query_starts, Tensor lengths, Tensor slots) -> Tensor"
-        ),
-        reference=_wkv,
-        check=_wkv_check,
-        fake=lambda a: a.x.new_empty(a.x.shape),
-        samples=_wkv_samples,
-        backward=None,
-        tolerance=SUM_TOLERANCE,
-        bench=_wkv_bench,
-        summary="Recurrence of RWKV of texts back to back, with their states in a cache",
-    )
+register_op(
+    name="wkv_scan",
+    schema=(
+        "(Tensor x, Tensor k, Tensor decay, Tensor first, Tensor(s!) state,"
+        " Tensor query_starts, Tensor lengths, Tensor slots) -> Tensor"
+    ),
+    reference=_wkv,
+    check=_wkv_check,
+    fake=lambda a: a.x.new_empty(a.x.shape),
+    samples=_wkv_samples,
+    backward=None,
+    tolerance=SUM_TOLERANCE,
+    bench=_wkv_bench,
+    summary="Recurrence of RWKV of texts back to back, with their states in a cache",
 )

@@ -19,8 +19,8 @@ from ipex_core.library.checks import (
     dtype_name,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.state_space import check_writable
 
 Tensor = torch.Tensor
@@ -478,22 +478,20 @@ _OPS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 for _name, (_reference, _summary) in _OPS.items():
-    register(
-        OpSpec(
-            name=_name,
-            mutates=("out",),
-            reference=_reference,
-            check=check_lora,
-            fake=_fake,
-            samples=functools.partial(lora_samples, _name),
-            stock=functools.partial(lora_stock, _name),
-            backward=None,
-            tolerance={
-                torch.float32: (1e-4, 1e-4),
-                torch.bfloat16: (1.6e-2, 2e-2),
-                torch.float16: (2e-3, 2e-3),
-            },
-            bench=functools.partial(lora_bench, _name),
-            summary=_summary,
-        )
+    register_op(
+        name=_name,
+        mutates=("out",),
+        reference=_reference,
+        check=check_lora,
+        fake=_fake,
+        samples=functools.partial(lora_samples, _name),
+        stock=functools.partial(lora_stock, _name),
+        backward=None,
+        tolerance={
+            torch.float32: (1e-4, 1e-4),
+            torch.bfloat16: (1.6e-2, 2e-2),
+            torch.float16: (2e-3, 2e-3),
+        },
+        bench=functools.partial(lora_bench, _name),
+        summary=_summary,
     )

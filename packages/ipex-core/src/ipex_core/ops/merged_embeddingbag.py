@@ -21,8 +21,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, PORTABLE, Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, PORTABLE, Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -423,34 +423,30 @@ def _bench_for(cat: bool) -> Iterator[BenchCase]:
     return bag_bench(make, moved)
 
 
-register(
-    OpSpec(
-        name=_FORWARD,
-        reference=_float_forward,
-        check=check_bags,
-        fake=_float_fake,
-        samples=_float_samples,
-        stock=_float_stock,
-        backward=None,
-        bench=lambda: _bench_for(False),
-        summary="Many embedding bags in one call",
-    )
+register_op(
+    name=_FORWARD,
+    reference=_float_forward,
+    check=check_bags,
+    fake=_float_fake,
+    samples=_float_samples,
+    stock=_float_stock,
+    backward=None,
+    bench=lambda: _bench_for(False),
+    summary="Many embedding bags in one call",
 )
 
 PORTABLE[torch.ops.ipex.merged_embeddingbag_forward.default] = _portable
 
-register(
-    OpSpec(
-        name=_CAT,
-        reference=_cat,
-        check=_check_cat,
-        fake=_fake_cat,
-        samples=_samples_cat,
-        stock=_stock_cat,
-        backward=None,
-        bench=lambda: _bench_for(True),
-        summary="Dense features and many embedding bags, side by side",
-    )
+register_op(
+    name=_CAT,
+    reference=_cat,
+    check=_check_cat,
+    fake=_fake_cat,
+    samples=_samples_cat,
+    stock=_stock_cat,
+    backward=None,
+    bench=lambda: _bench_for(True),
+    summary="Dense features and many embedding bags, side by side",
 )
 
 
@@ -597,17 +593,15 @@ def _bench() -> Iterator[BenchCase]:
     return bag_bench(make, moved, "8x64x32")
 
 
-register(
-    OpSpec(
-        name=_NAME,
-        reference=_int8_forward,
-        check=_int8_check,
-        fake=lambda a: a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1]),
-        samples=_int8_samples,
-        stock=_int8_stock,
-        stock_args=_stock_args,
-        backward=None,
-        bench=_bench,
-        summary="Dense features and many embedding bags of int8 tables, side by side",
-    )
+register_op(
+    name=_NAME,
+    reference=_int8_forward,
+    check=_int8_check,
+    fake=lambda a: a.dense.new_empty(a.dense.shape[0], (len(a.weights) + 1) * a.dense.shape[1]),
+    samples=_int8_samples,
+    stock=_int8_stock,
+    stock_args=_stock_args,
+    backward=None,
+    bench=_bench,
+    summary="Dense features and many embedding bags of int8 tables, side by side",
 )

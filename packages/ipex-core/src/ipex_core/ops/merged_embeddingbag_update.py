@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     check_shape,
     dtype_name,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 from ipex_core.ops.merged_embeddingbag import (
     Shape,
     bag_bench,
@@ -342,36 +342,32 @@ def _adagrad_stock_args(*args: Any) -> tuple[Any, ...]:
     return _stock_args(lambda leaves, lr: torch.optim.Adagrad(leaves, lr=lr), args)
 
 
-register(
-    OpSpec(
-        name=_SGD,
-        mutates=("weights", "trails"),
-        reference=_sgd,
-        check=_check_update,
-        fake=lambda a: None,
-        samples=_samples_sgd,
-        stock=_stock_step,
-        stock_args=_sgd_stock_args,
-        backward=None,
-        lift=False,
-        bench=lambda: _bench_for(False),
-        summary="Backward and SGD step of many embedding bags",
-    )
+register_op(
+    name=_SGD,
+    mutates=("weights", "trails"),
+    reference=_sgd,
+    check=_check_update,
+    fake=lambda a: None,
+    samples=_samples_sgd,
+    stock=_stock_step,
+    stock_args=_sgd_stock_args,
+    backward=None,
+    lift=False,
+    bench=lambda: _bench_for(False),
+    summary="Backward and SGD step of many embedding bags",
 )
 
-register(
-    OpSpec(
-        name=_ADAGRAD,
-        mutates=("weights", "trails", "hessians"),
-        reference=_adagrad,
-        check=_check_adagrad,
-        fake=lambda a: None,
-        samples=_samples_adagrad,
-        stock=_stock_step,
-        stock_args=_adagrad_stock_args,
-        backward=None,
-        lift=False,
-        bench=lambda: _bench_for(True),
-        summary="Backward and Adagrad step of many embedding bags",
-    )
+register_op(
+    name=_ADAGRAD,
+    mutates=("weights", "trails", "hessians"),
+    reference=_adagrad,
+    check=_check_adagrad,
+    fake=lambda a: None,
+    samples=_samples_adagrad,
+    stock=_stock_step,
+    stock_args=_adagrad_stock_args,
+    backward=None,
+    lift=False,
+    bench=lambda: _bench_for(True),
+    summary="Backward and Adagrad step of many embedding bags",
 )

@@ -15,8 +15,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check, dtype_name
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
 from ipex_core.packing.dense import FORMATS, HEADER_BYTES, bytes_text, header_text, read_header
@@ -265,20 +265,18 @@ def _bench() -> Iterator[BenchCase]:
             )
 
 
-register(
-    OpSpec(
-        name="moe_routing",
-        reference=_moe_routing,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        tolerance={torch.float32: (1e-5, 1e-6)},
-        # Which scores are equal depends on the type they are computed in.
-        lift=False,
-        bench=_bench,
-        summary="Experts of each token and their weights: softmax, sigmoid or sparsemixer, groups, bias",
-    )
+register_op(
+    name="moe_routing",
+    reference=_moe_routing,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    tolerance={torch.float32: (1e-5, 1e-6)},
+    # Which scores are equal depends on the type they are computed in.
+    lift=False,
+    bench=_bench,
+    summary="Experts of each token and their weights: softmax, sigmoid or sparsemixer, groups, bias",
 )
 
 
@@ -510,39 +508,33 @@ def _stack_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((parts,), id=f"{count}x{size}")
 
 
-register(
-    OpSpec(
-        name="pack_moe_stack",
-        reference=_stack,
-        check=_stack_check,
-        fake=lambda a: a.packed[0].new_empty(len(a.packed), a.packed[0].shape[0]),
-        samples=_stack_samples,
-        backward=None,
-        lift=False,
-        summary="Put the packed weights of single experts together for `fused_experts`",
-    )
+register_op(
+    name="pack_moe_stack",
+    reference=_stack,
+    check=_stack_check,
+    fake=lambda a: a.packed[0].new_empty(len(a.packed), a.packed[0].shape[0]),
+    samples=_stack_samples,
+    backward=None,
+    lift=False,
+    summary="Put the packed weights of single experts together for `fused_experts`",
 )
-register(
-    OpSpec(
-        name="pack_moe_weight",
-        reference=_pack,
-        check=_pack_check,
-        fake=_pack_fake,
-        samples=_pack_samples,
-        backward=None,
-        lift=False,
-        summary="Pack the weights of all experts for `fused_experts`",
-    )
+register_op(
+    name="pack_moe_weight",
+    reference=_pack,
+    check=_pack_check,
+    fake=_pack_fake,
+    samples=_pack_samples,
+    backward=None,
+    lift=False,
+    summary="Pack the weights of all experts for `fused_experts`",
 )
-register(
-    OpSpec(
-        name="unpack_moe_weight",
-        reference=_unpack,
-        check=_unpack_check,
-        fake=_unpack_fake,
-        samples=_unpack_samples,
-        backward=None,
-        lift=False,
-        summary="Give back the weights of packed experts, bit for bit",
-    )
+register_op(
+    name="unpack_moe_weight",
+    reference=_unpack,
+    check=_unpack_check,
+    fake=_unpack_fake,
+    samples=_unpack_samples,
+    backward=None,
+    lift=False,
+    summary="Give back the weights of packed experts, bit for bit",
 )

@@ -27,8 +27,8 @@ from ipex_core.library.checks import (
     dtype_name,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, Sample
 
 Tensor = torch.Tensor
 
@@ -252,31 +252,27 @@ def _cat_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(split(x), id=name)
 
 
-register(
-    OpSpec(
-        name="split_float_bfloat16",
-        reference=_split_float_bfloat16,
-        check=lambda a: check_tensor(a.op, "x", a.x, (torch.float32,), min_dim=0),
-        fake=_halves,
-        samples=_split_samples,
-        dtypes=(torch.float32,),
-        backward=None,
-        lift=False,
-        tolerance={torch.bfloat16: (0.0, 0.0)},
-        summary="Upper and lower halves of float32 numbers",
-    )
+register_op(
+    name="split_float_bfloat16",
+    reference=_split_float_bfloat16,
+    check=lambda a: check_tensor(a.op, "x", a.x, (torch.float32,), min_dim=0),
+    fake=_halves,
+    samples=_split_samples,
+    dtypes=(torch.float32,),
+    backward=None,
+    lift=False,
+    tolerance={torch.bfloat16: (0.0, 0.0)},
+    summary="Upper and lower halves of float32 numbers",
 )
-register(
-    OpSpec(
-        name="cat_bfloat16_float",
-        reference=_cat_bfloat16_float,
-        check=_check_cat,
-        fake=lambda a: torch.empty(a.top.shape, dtype=torch.float32, device=a.top.device),
-        samples=_cat_samples,
-        dtypes=(torch.bfloat16,),
-        backward=None,
-        lift=False,
-        tolerance={torch.float32: (0.0, 0.0)},
-        summary="float32 numbers from their halves",
-    )
+register_op(
+    name="cat_bfloat16_float",
+    reference=_cat_bfloat16_float,
+    check=_check_cat,
+    fake=lambda a: torch.empty(a.top.shape, dtype=torch.float32, device=a.top.device),
+    samples=_cat_samples,
+    dtypes=(torch.bfloat16,),
+    backward=None,
+    lift=False,
+    tolerance={torch.float32: (0.0, 0.0)},
+    summary="float32 numbers from their halves",
 )

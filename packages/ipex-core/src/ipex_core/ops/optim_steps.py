@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import acc, randn
-from ipex_core.library.kernels import register
+from ipex_core.library.kernels import register, register_op
 from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
 from ipex_core.ops.optim import (
     check_numbers,
@@ -136,20 +136,18 @@ def _sgd_bench() -> Iterator[BenchCase]:
         )
 
 
-SGD_SPEC = register(
-    OpSpec(
-        name="sgd_fused_step",
-        mutates=("param", "momentum_buffer", "param2"),
-        reference=_sgd_fused_step,
-        check=_sgd_check,
-        fake=fake_step,
-        samples=_sgd_samples,
-        stock=_sgd_stock,
-        backward=None,
-        lift=False,
-        bench=_sgd_bench,
-        summary="SGD with momentum: one step for a parameter, float32, split or with a copy",
-    )
+SGD_SPEC = register_op(
+    name="sgd_fused_step",
+    mutates=("param", "momentum_buffer", "param2"),
+    reference=_sgd_fused_step,
+    check=_sgd_check,
+    fake=fake_step,
+    samples=_sgd_samples,
+    stock=_sgd_stock,
+    backward=None,
+    lift=False,
+    bench=_sgd_bench,
+    summary="SGD with momentum: one step for a parameter, float32, split or with a copy",
 )
 
 
@@ -213,18 +211,16 @@ def _adagrad_samples(dtype: torch.dtype) -> Iterator[Sample]:
     return param_samples(dtype, build)
 
 
-ADAGRAD_SPEC = register(
-    OpSpec(
-        name="adagrad_fused_step",
-        mutates=("param", "state_sum", "param2"),
-        reference=_adagrad_fused_step,
-        check=_adagrad_check,
-        fake=fake_step,
-        samples=_adagrad_samples,
-        backward=None,
-        lift=False,
-        summary="Adagrad: one step for a parameter, float32, split or with a copy",
-    )
+ADAGRAD_SPEC = register_op(
+    name="adagrad_fused_step",
+    mutates=("param", "state_sum", "param2"),
+    reference=_adagrad_fused_step,
+    check=_adagrad_check,
+    fake=fake_step,
+    samples=_adagrad_samples,
+    backward=None,
+    lift=False,
+    summary="Adagrad: one step for a parameter, float32, split or with a copy",
 )
 
 
@@ -362,20 +358,18 @@ def _adam_bench() -> Iterator[BenchCase]:
         )
 
 
-ADAM_SPEC = register(
-    OpSpec(
-        name="adam_fused_step",
-        mutates=("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "param2"),
-        reference=_adam_fused_step,
-        check=_adam_check,
-        fake=fake_step,
-        samples=_adam_samples,
-        stock=_adam_stock,
-        backward=None,
-        lift=False,
-        bench=_adam_bench,
-        summary="Adam and AdamW: one step for a parameter, float32, split or with a copy",
-    )
+ADAM_SPEC = register_op(
+    name="adam_fused_step",
+    mutates=("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "param2"),
+    reference=_adam_fused_step,
+    check=_adam_check,
+    fake=fake_step,
+    samples=_adam_samples,
+    stock=_adam_stock,
+    backward=None,
+    lift=False,
+    bench=_adam_bench,
+    summary="Adam and AdamW: one step for a parameter, float32, split or with a copy",
 )
 
 
@@ -452,18 +446,16 @@ def _lamb_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((*zeros, torch.zeros(40), None, 1, 0.9, 0.999, 0.1, 0.0, 1e-6), id="zeros")
 
 
-LAMB_SPEC = register(
-    OpSpec(
-        name="lamb_fused_step",
-        mutates=("param", "exp_avg", "exp_avg_sq", "param2"),
-        reference=_lamb_fused_step,
-        check=_lamb_check,
-        fake=fake_step,
-        samples=_lamb_samples,
-        backward=None,
-        lift=False,
-        summary="LAMB: one step for a parameter, float32, split or with a copy",
-    )
+LAMB_SPEC = register_op(
+    name="lamb_fused_step",
+    mutates=("param", "exp_avg", "exp_avg_sq", "param2"),
+    reference=_lamb_fused_step,
+    check=_lamb_check,
+    fake=fake_step,
+    samples=_lamb_samples,
+    backward=None,
+    lift=False,
+    summary="LAMB: one step for a parameter, float32, split or with a copy",
 )
 
 
@@ -536,18 +528,16 @@ def _lars_samples(dtype: torch.dtype) -> Iterator[Sample]:
     return param_samples(dtype, build)
 
 
-LARS_SPEC = register(
-    OpSpec(
-        name="lars_fused_step",
-        mutates=("param", "momentum_buffer", "param2"),
-        reference=_lars_fused_step,
-        check=_lars_check,
-        fake=fake_step,
-        samples=_lars_samples,
-        backward=None,
-        lift=False,
-        summary="LARS: one step for a parameter, float32, split or with a copy",
-    )
+LARS_SPEC = register_op(
+    name="lars_fused_step",
+    mutates=("param", "momentum_buffer", "param2"),
+    reference=_lars_fused_step,
+    check=_lars_check,
+    fake=fake_step,
+    samples=_lars_samples,
+    backward=None,
+    lift=False,
+    summary="LARS: one step for a parameter, float32, split or with a copy",
 )
 
 

@@ -16,8 +16,8 @@ from ipex_core.library.checks import (
     row_bench,
     row_samples,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -136,20 +136,18 @@ def _per_token_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="quantize_per_token",
-        reference=_per_token,
-        check=lambda a: check_tensor(a.op, "x", a.x),
-        fake=_per_token_fake,
-        samples=_per_token_samples,
-        stock=stock_per_token,
-        backward=None,
-        lift=False,
-        tolerance={d: (0.0, 0.0) for d in FLOATS},
-        bench=_per_token_bench,
-        summary="Quantize each row to 8 bits with its own scale",
-    )
+register_op(
+    name="quantize_per_token",
+    reference=_per_token,
+    check=lambda a: check_tensor(a.op, "x", a.x),
+    fake=_per_token_fake,
+    samples=_per_token_samples,
+    stock=stock_per_token,
+    backward=None,
+    lift=False,
+    tolerance={d: (0.0, 0.0) for d in FLOATS},
+    bench=_per_token_bench,
+    summary="Quantize each row to 8 bits with its own scale",
 )
 
 
@@ -252,18 +250,16 @@ def _per_tensor_bench() -> Iterator[BenchCase]:
             )
 
 
-register(
-    OpSpec(
-        name="quantize_per_tensor",
-        reference=_per_tensor,
-        check=_per_tensor_check,
-        fake=_per_tensor_fake,
-        samples=_per_tensor_samples,
-        stock=stock_per_tensor,
-        backward=None,
-        lift=False,
-        tolerance={d: (0.0, 0.0) for d in FLOATS},
-        bench=_per_tensor_bench,
-        summary="Quantize a tensor to 8 bits with one given or computed scale",
-    )
+register_op(
+    name="quantize_per_tensor",
+    reference=_per_tensor,
+    check=_per_tensor_check,
+    fake=_per_tensor_fake,
+    samples=_per_tensor_samples,
+    stock=stock_per_tensor,
+    backward=None,
+    lift=False,
+    tolerance={d: (0.0, 0.0) for d in FLOATS},
+    bench=_per_tensor_bench,
+    summary="Quantize a tensor to 8 bits with one given or computed scale",
 )

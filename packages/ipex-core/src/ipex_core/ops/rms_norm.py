@@ -16,8 +16,8 @@ from ipex_core.library.checks import (
     randn,
     row_samples,
 )
-from ipex_core.library.kernels import register, run_op, specs
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op, run_op, specs
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.layer_norm import _normalize as normalize_layer
 from ipex_core.ops.layer_norm import (
     bench_of_norm,
@@ -165,43 +165,37 @@ def _stock(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-register(
-    OpSpec(
-        name="rms_norm",
-        reference=_rms_norm,
-        check=check_norm,
-        fake=fake_norm,
-        samples=_samples,
-        stock=_stock,
-        bench=bench_of_norm(1, 1e-6),
-        summary="RMS normalization over the last dimension",
-    )
+register_op(
+    name="rms_norm",
+    reference=_rms_norm,
+    check=check_norm,
+    fake=fake_norm,
+    samples=_samples,
+    stock=_stock,
+    bench=bench_of_norm(1, 1e-6),
+    summary="RMS normalization over the last dimension",
 )
-register(
-    OpSpec(
-        name="add_rms_norm",
-        reference=_add_rms_norm,
-        check=check_norm,
-        fake=fake_sum,
-        autocast="widest_type",
-        samples=_add_samples,
-        stock=stock_after_sum(_stock),
-        bench=bench_of_norm(1, 1e-6, added=1),
-        summary="Residual addition followed by RMS normalization",
-    )
+register_op(
+    name="add_rms_norm",
+    reference=_add_rms_norm,
+    check=check_norm,
+    fake=fake_sum,
+    autocast="widest_type",
+    samples=_add_samples,
+    stock=stock_after_sum(_stock),
+    bench=bench_of_norm(1, 1e-6, added=1),
+    summary="Residual addition followed by RMS normalization",
 )
-register(
-    OpSpec(
-        name="add_rms_norm_",
-        mutates=("residual",),
-        reference=_add_rms_norm_in_place,
-        check=check_norm,
-        fake=fake_norm,
-        samples=_in_place_samples,
-        stock=stock_after_sum(_stock, in_place=True),
-        bench=bench_of_norm(1, 1e-6, added=1),
-        summary="Residual addition in place followed by RMS normalization",
-    )
+register_op(
+    name="add_rms_norm_",
+    mutates=("residual",),
+    reference=_add_rms_norm_in_place,
+    check=check_norm,
+    fake=fake_norm,
+    samples=_in_place_samples,
+    stock=stock_after_sum(_stock, in_place=True),
+    bench=bench_of_norm(1, 1e-6, added=1),
+    summary="Residual addition in place followed by RMS normalization",
 )
 
 
@@ -392,25 +386,23 @@ for _name, _norm, _reference, _defaults in (
     ("layer_norm_quant", "layer_norm", _layer_norm_quant, (1e-5,)),
     ("add_layer_norm_quant_", "add_layer_norm_", _add_layer_norm_quant, (1e-5,)),
 ):
-    register(
-        OpSpec(
-            name=_name,
-            mutates=("residual",) if _name.startswith("add") else (),
-            reference=_reference,
-            check=_quant_check,
-            fake=_quant_fake,
-            samples=_samples_of(_norm, _defaults),
-            stock=_stock_of(_norm),
-            backward=None,
-            lift=False,
-            # An element that rounds to its neighbor moves the scale by 2^-8 in bfloat16 and the codes by one.
-            tolerance={
-                torch.float32: (8e-3, 1e-5),
-                torch.bfloat16: (1.6e-2, 1e-2),
-                torch.float16: (2e-3, 2e-3),
-                torch.int8: (0.0, 1.0),
-            },
-            bench=_bench_of(_norm),
-            summary=f"`{_norm}` followed by quantization to int8",
-        )
+    register_op(
+        name=_name,
+        mutates=("residual",) if _name.startswith("add") else (),
+        reference=_reference,
+        check=_quant_check,
+        fake=_quant_fake,
+        samples=_samples_of(_norm, _defaults),
+        stock=_stock_of(_norm),
+        backward=None,
+        lift=False,
+        # An element that rounds to its neighbor moves the scale by 2^-8 in bfloat16 and the codes by one.
+        tolerance={
+            torch.float32: (8e-3, 1e-5),
+            torch.bfloat16: (1.6e-2, 1e-2),
+            torch.float16: (2e-3, 2e-3),
+            torch.int8: (0.0, 1.0),
+        },
+        bench=_bench_of(_norm),
+        summary=f"`{_norm}` followed by quantization to int8",
     )

@@ -16,8 +16,8 @@ from ipex_core.library.checks import (
     dtype_name,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, Sample, check
 from ipex_core.ops.state_space import check_writable
 
 Tensor = torch.Tensor
@@ -267,35 +267,31 @@ def _update_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((*args, -1), id="other_strides")
 
 
-register(
-    OpSpec(
-        name="rnnt_embedding",
-        reference=_rnnt_embedding,
-        check=_embedding_check,
-        fake=lambda a: a.table.new_empty(a.idx.shape[0], a.table.shape[1]),
-        samples=_embedding_samples,
-        backward=None,
-        lift=False,
-        summary="Embeddings of labels, zeros for the start of a sequence",
-    )
+register_op(
+    name="rnnt_embedding",
+    reference=_rnnt_embedding,
+    check=_embedding_check,
+    fake=lambda a: a.table.new_empty(a.idx.shape[0], a.table.shape[1]),
+    samples=_embedding_samples,
+    backward=None,
+    lift=False,
+    summary="Embeddings of labels, zeros for the start of a sequence",
 )
 
-register(
-    OpSpec(
-        name="rnnt_update",
-        schema=(
-            "(Tensor k, Tensor out_lens, Tensor(a!) label_col, Tensor(b!) symbols_added,"
-            " Tensor(c!) time_idxs, Tensor(d!) blankness, Tensor(e!) blankvec, Tensor(f!) not_blank,"
-            " Tensor(g!) label_to_put, Tensor(h!) label_tensor, Tensor(i!) label_for_next_loop,"
-            " Tensor(j!) hidden_0, Tensor(k!) hidden_1, Tensor hidden_prime_0, Tensor hidden_prime_1,"
-            " Tensor x, Tensor(l!) f, int max_symbols, int blank_id, int sos=-1) -> Tensor"
-        ),
-        reference=_rnnt_update,
-        check=_update_check,
-        fake=lambda a: torch.empty(1, dtype=torch.bool, device=a.k.device),
-        samples=_update_samples,
-        backward=None,
-        lift=False,
-        summary="One step of greedy decoding of an RNN transducer",
-    )
+register_op(
+    name="rnnt_update",
+    schema=(
+        "(Tensor k, Tensor out_lens, Tensor(a!) label_col, Tensor(b!) symbols_added,"
+        " Tensor(c!) time_idxs, Tensor(d!) blankness, Tensor(e!) blankvec, Tensor(f!) not_blank,"
+        " Tensor(g!) label_to_put, Tensor(h!) label_tensor, Tensor(i!) label_for_next_loop,"
+        " Tensor(j!) hidden_0, Tensor(k!) hidden_1, Tensor hidden_prime_0, Tensor hidden_prime_1,"
+        " Tensor x, Tensor(l!) f, int max_symbols, int blank_id, int sos=-1) -> Tensor"
+    ),
+    reference=_rnnt_update,
+    check=_update_check,
+    fake=lambda a: torch.empty(1, dtype=torch.bool, device=a.k.device),
+    samples=_update_samples,
+    backward=None,
+    lift=False,
+    summary="One step of greedy decoding of an RNN transducer",
 )

@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     check_tensor,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.conv import channels_last
 
 Tensor = torch.Tensor
@@ -372,32 +372,28 @@ def _backward_bench() -> Iterator[BenchCase]:
         yield BenchCase(case.id, lambda dtype, case=case: make(case, dtype), case.bytes)
 
 
-register(
-    OpSpec(
-        name="roi_align",
-        reference=_roi_align,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        backward=_backward,
-        tolerance=SUM_TOLERANCE,
-        bench=_bench,
-        summary="Bilinear samples of a feature map in a grid over each box",
-    )
+register_op(
+    name="roi_align",
+    reference=_roi_align,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    backward=_backward,
+    tolerance=SUM_TOLERANCE,
+    bench=_bench,
+    summary="Bilinear samples of a feature map in a grid over each box",
 )
 
-register(
-    OpSpec(
-        name="roi_align_backward",
-        reference=_roi_align_backward,
-        check=_backward_check,
-        fake=_backward_fake,
-        samples=_backward_samples,
-        stock=_backward_stock,
-        backward=None,
-        tolerance=SUM_TOLERANCE,
-        bench=_backward_bench,
-        summary="Gradient of roi_align for its feature map",
-    )
+register_op(
+    name="roi_align_backward",
+    reference=_roi_align_backward,
+    check=_backward_check,
+    fake=_backward_fake,
+    samples=_backward_samples,
+    stock=_backward_stock,
+    backward=None,
+    tolerance=SUM_TOLERANCE,
+    bench=_backward_bench,
+    summary="Gradient of roi_align for its feature map",
 )

@@ -26,8 +26,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -299,31 +299,27 @@ def _plain_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="rotary_embedding",
-        mutates=("query", "key"),
-        reference=_rotary_embedding,
-        check=_plain_check,
-        fake=_fake,
-        samples=_plain_samples,
-        stock=stock_rotary,
-        backward=None,
-        bench=_plain_bench,
-        summary="Rotary position embedding of query and key in place",
-    )
+register_op(
+    name="rotary_embedding",
+    mutates=("query", "key"),
+    reference=_rotary_embedding,
+    check=_plain_check,
+    fake=_fake,
+    samples=_plain_samples,
+    stock=stock_rotary,
+    backward=None,
+    bench=_plain_bench,
+    summary="Rotary position embedding of query and key in place",
 )
-register(
-    OpSpec(
-        name="rotary_embedding_functional",
-        reference=_functional,
-        check=_check_functional,
-        fake=lambda a: (fake_like(a.query), fake_like(a.key)),
-        samples=_plain_samples,
-        stock=stock_rotary,
-        bench=_plain_bench,
-        summary="Rotary position embedding of query and key as new tensors",
-    )
+register_op(
+    name="rotary_embedding_functional",
+    reference=_functional,
+    check=_check_functional,
+    fake=lambda a: (fake_like(a.query), fake_like(a.key)),
+    samples=_plain_samples,
+    stock=stock_rotary,
+    bench=_plain_bench,
+    summary="Rotary position embedding of query and key as new tensors",
 )
 
 
@@ -510,19 +506,17 @@ def _batched_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=_OP,
-        mutates=("query", "key"),
-        reference=_batched,
-        check=_batched_check,
-        fake=_fake,
-        samples=_batched_samples,
-        stock=_stock,
-        backward=None,
-        bench=_batched_bench,
-        summary="Rotary position embedding in place, with cosines and sines in one table",
-    )
+register_op(
+    name=_OP,
+    mutates=("query", "key"),
+    reference=_batched,
+    check=_batched_check,
+    fake=_fake,
+    samples=_batched_samples,
+    stock=_stock,
+    backward=None,
+    bench=_batched_bench,
+    summary="Rotary position embedding in place, with cosines and sines in one table",
 )
 
 
@@ -610,15 +604,13 @@ def _table_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((positions[:0], q[:0], k[:0], 6, _cache(2, 6, dtype), True), id="no_tokens")
 
 
-register(
-    OpSpec(
-        name="rotary_embedding_table",
-        mutates=("query", "key"),
-        reference=_table,
-        check=_table_check,
-        fake=_fake,
-        samples=_table_samples,
-        backward=None,
-        summary="Rotary position embedding of a part of each head in place, by one table",
-    )
+register_op(
+    name="rotary_embedding_table",
+    mutates=("query", "key"),
+    reference=_table,
+    check=_table_check,
+    fake=_fake,
+    samples=_table_samples,
+    backward=None,
+    summary="Rotary position embedding of a part of each head in place, by one table",
 )

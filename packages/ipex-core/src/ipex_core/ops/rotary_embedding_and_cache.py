@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import check_like, check_not_expanded, randn
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check, dtype_name
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check, dtype_name
 from ipex_core.ops.kv_cache import (
     QUANTIZED,
     check_caches,
@@ -236,26 +236,24 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=_OP,
-        mutates=("query", "key_cache", "value_cache"),
-        reference=_and_cache,
-        check=_check,
-        fake=lambda a: None,
-        samples=_samples,
-        stock=_stock,
-        backward=None,
-        lift=False,
-        tolerance={
-            torch.float32: (1e-5, 1e-5),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 1e-3),
-            torch.int8: (0.0, 1.0),
-            torch.float8_e5m2: (0.26, 1e-4),
-            torch.float8_e4m3fn: (0.13, 2.0**-9),
-        },
-        bench=_bench,
-        summary="Rotary position embedding fused with the write of keys and values into a cache",
-    )
+register_op(
+    name=_OP,
+    mutates=("query", "key_cache", "value_cache"),
+    reference=_and_cache,
+    check=_check,
+    fake=lambda a: None,
+    samples=_samples,
+    stock=_stock,
+    backward=None,
+    lift=False,
+    tolerance={
+        torch.float32: (1e-5, 1e-5),
+        torch.bfloat16: (1.6e-2, 1e-2),
+        torch.float16: (2e-3, 1e-3),
+        torch.int8: (0.0, 1.0),
+        torch.float8_e5m2: (0.26, 1e-4),
+        torch.float8_e4m3fn: (0.13, 2.0**-9),
+    },
+    bench=_bench,
+    summary="Rotary position embedding fused with the write of keys and values into a cache",
 )

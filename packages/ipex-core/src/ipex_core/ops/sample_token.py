@@ -17,8 +17,8 @@ from ipex_core.library.checks import (
     randn,
     row_samples,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -189,18 +189,16 @@ def _bench() -> Iterator[BenchCase]:
             )
 
 
-register(
-    OpSpec(
-        name=_OP,
-        reference=_sample_token,
-        check=_check,
-        fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
-        samples=_samples,
-        stock=_stock,
-        backward=None,
-        bench=_bench,
-        summary="Draw a token from logits with temperature, top-k, top-p and min-p",
-    )
+register_op(
+    name=_OP,
+    reference=_sample_token,
+    check=_check,
+    fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
+    samples=_samples,
+    stock=_stock,
+    backward=None,
+    bench=_bench,
+    summary="Draw a token from logits with temperature, top-k, top-p and min-p",
 )
 
 
@@ -275,17 +273,15 @@ def _seeded_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((batch[:0], seeds[:0]), id="no_rows")
 
 
-register(
-    OpSpec(
-        name="sample_token_seeded",
-        reference=_seeded,
-        check=_seeded_check,
-        fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
-        samples=_seeded_samples,
-        stock=lambda logits, seeds: torch.multinomial(logits.softmax(-1), 1).squeeze(-1),
-        backward=None,
-        summary="Draw a token from logits, with a random number for each seed",
-    )
+register_op(
+    name="sample_token_seeded",
+    reference=_seeded,
+    check=_seeded_check,
+    fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
+    samples=_seeded_samples,
+    stock=lambda logits, seeds: torch.multinomial(logits.softmax(-1), 1).squeeze(-1),
+    backward=None,
+    summary="Draw a token from logits, with a random number for each seed",
 )
 
 
@@ -333,18 +329,16 @@ def _argmax_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="argmax",
-        reference=_argmax,
-        check=_argmax_check,
-        fake=lambda a: a.x.new_empty(a.x.shape[:-1], dtype=torch.int64),
-        samples=_argmax_samples,
-        stock=lambda x: x.argmax(-1),
-        backward=None,
-        bench=_argmax_bench,
-        summary="Index of the largest element of each row",
-    )
+register_op(
+    name="argmax",
+    reference=_argmax,
+    check=_argmax_check,
+    fake=lambda a: a.x.new_empty(a.x.shape[:-1], dtype=torch.int64),
+    samples=_argmax_samples,
+    stock=lambda x: x.argmax(-1),
+    backward=None,
+    bench=_argmax_bench,
+    summary="Index of the largest element of each row",
 )
 
 
@@ -394,27 +388,25 @@ def _bitmask_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((x[:0], words(0, 3, 4)), id="no_rows")
 
 
-register(
-    OpSpec(
-        name="apply_token_bitmask",
-        mutates=("logits",),
-        reference=_bitmask,
-        check=_bitmask_check,
-        fake=lambda a: None,
-        samples=_bitmask_samples,
-        backward=None,
-        bench=lambda: iter(
-            [
-                BenchCase(
-                    "8x128256",
-                    lambda dtype: (
-                        randn(8, 128256, dtype=dtype),
-                        torch.full((8, 4008), 0x5555, dtype=torch.int32),
-                    ),
-                    lambda dtype: 2 * 8 * 128256 * dtype.itemsize,
-                )
-            ]
-        ),
-        summary="Keep the tokens whose bit is set",
-    )
+register_op(
+    name="apply_token_bitmask",
+    mutates=("logits",),
+    reference=_bitmask,
+    check=_bitmask_check,
+    fake=lambda a: None,
+    samples=_bitmask_samples,
+    backward=None,
+    bench=lambda: iter(
+        [
+            BenchCase(
+                "8x128256",
+                lambda dtype: (
+                    randn(8, 128256, dtype=dtype),
+                    torch.full((8, 4008), 0x5555, dtype=torch.int32),
+                ),
+                lambda dtype: 2 * 8 * 128256 * dtype.itemsize,
+            )
+        ]
+    ),
+    summary="Keep the tokens whose bit is set",
 )

@@ -22,8 +22,8 @@ from ipex_core.library.checks import (
     row_samples,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -156,22 +156,20 @@ def _bench() -> Iterator[BenchCase]:
     )
 
 
-register(
-    OpSpec(
-        name="softmax",
-        reference=_softmax,
-        check=_check,
-        fake=lambda a: fake_like(a.x),
-        samples=_samples,
-        stock=_stock,
-        tolerance={
-            torch.float32: (1e-5, 1e-6),
-            torch.bfloat16: (1.6e-2, 1e-3),
-            torch.float16: (2e-3, 1e-4),
-        },
-        bench=_bench,
-        summary="Softmax over the last dimension with scale and additive mask",
-    )
+register_op(
+    name="softmax",
+    reference=_softmax,
+    check=_check,
+    fake=lambda a: fake_like(a.x),
+    samples=_samples,
+    stock=_stock,
+    tolerance={
+        torch.float32: (1e-5, 1e-6),
+        torch.bfloat16: (1.6e-2, 1e-3),
+        torch.float16: (2e-3, 1e-4),
+    },
+    bench=_bench,
+    summary="Softmax over the last dimension with scale and additive mask",
 )
 
 
@@ -228,18 +226,16 @@ def _dropout_bench() -> Iterator[BenchCase]:
     )
 
 
-register(
-    OpSpec(
-        name="dropout",
-        reference=_dropout,
-        check=_dropout_check,
-        fake=lambda a: fake_like(a.x),
-        samples=_dropout_samples,
-        stock=_dropout_stock,
-        backward=_dropout_backward,
-        bench=_dropout_bench,
-        summary="Dropout whose elements follow from a seed",
-    )
+register_op(
+    name="dropout",
+    reference=_dropout,
+    check=_dropout_check,
+    fake=lambda a: fake_like(a.x),
+    samples=_dropout_samples,
+    stock=_dropout_stock,
+    backward=_dropout_backward,
+    bench=_dropout_bench,
+    summary="Dropout whose elements follow from a seed",
 )
 
 
@@ -306,21 +302,19 @@ def _backward_bench() -> Iterator[BenchCase]:
     )
 
 
-register(
-    OpSpec(
-        name=OP,
-        reference=_backward_backward,
-        check=_backward_check,
-        fake=lambda a: (fake_like(a.grad), fake_like(a.grad)),
-        samples=_backward_samples,
-        stock=_backward_stock,
-        backward=None,
-        tolerance={
-            torch.float32: (1e-5, 1e-5),
-            torch.bfloat16: (1.6e-2, 1e-2),
-            torch.float16: (2e-3, 2e-3),
-        },
-        bench=_backward_bench,
-        summary="Gradient of softmax followed by dropout",
-    )
+register_op(
+    name=OP,
+    reference=_backward_backward,
+    check=_backward_check,
+    fake=lambda a: (fake_like(a.grad), fake_like(a.grad)),
+    samples=_backward_samples,
+    stock=_backward_stock,
+    backward=None,
+    tolerance={
+        torch.float32: (1e-5, 1e-5),
+        torch.bfloat16: (1.6e-2, 1e-2),
+        torch.float16: (2e-3, 2e-3),
+    },
+    bench=_backward_bench,
+    summary="Gradient of softmax followed by dropout",
 )

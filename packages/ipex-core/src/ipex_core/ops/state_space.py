@@ -19,8 +19,8 @@ from ipex_core.library.checks import (
     fake_like,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 
 Tensor = torch.Tensor
 
@@ -326,18 +326,16 @@ _TOLERANCE = {
     torch.float16: (2e-3, 1e-3),
 }
 
-register(
-    OpSpec(
-        name="selective_scan_fn",
-        reference=_selective_scan,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        tolerance=_TOLERANCE,
-        bench=_bench,
-        summary="Selective scan of Mamba over whole sequences",
-    )
+register_op(
+    name="selective_scan_fn",
+    reference=_selective_scan,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    tolerance=_TOLERANCE,
+    bench=_bench,
+    summary="Selective scan of Mamba over whole sequences",
 )
 
 
@@ -539,18 +537,16 @@ def _update_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name="selective_state_update",
-        mutates=("state",),
-        reference=_selective_state_update,
-        check=_update_check,
-        fake=lambda a: fake_like(a.x),
-        samples=_update_samples,
-        stock=_update_stock,
-        backward=None,
-        tolerance=_TOLERANCE,
-        bench=_update_bench,
-        summary="One step of the selective scan: the decoding step of Mamba",
-    )
+register_op(
+    name="selective_state_update",
+    mutates=("state",),
+    reference=_selective_state_update,
+    check=_update_check,
+    fake=lambda a: fake_like(a.x),
+    samples=_update_samples,
+    stock=_update_stock,
+    backward=None,
+    tolerance=_TOLERANCE,
+    bench=_update_bench,
+    summary="One step of the selective scan: the decoding step of Mamba",
 )

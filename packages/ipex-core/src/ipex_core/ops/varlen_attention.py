@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     check_score_scale,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, BenchCase, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.attention import (
     attention_reference,
     check_offset_tensor,
@@ -224,25 +224,23 @@ def _bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=OP,
-        schema=(
-            "(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor seqlen_q, Tensor seqlen_k,"
-            " Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, float pdropout, float softmax_scale,"
-            " bool zero_tensors, bool is_causal, bool return_softmax, int window_size_left=-1,"
-            " int window_size_right=-1, float softcap=-1.0, Tensor? sinks=None) -> ()"
-        ),
-        reference=_varlen_attention,
-        check=_check,
-        fake=_fake,
-        samples=_samples,
-        stock=_stock,
-        backward=None,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_bench,
-        summary="Attention over packed sequences of different lengths",
-    )
+register_op(
+    name=OP,
+    schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor seqlen_q, Tensor seqlen_k,"
+        " Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, float pdropout, float softmax_scale,"
+        " bool zero_tensors, bool is_causal, bool return_softmax, int window_size_left=-1,"
+        " int window_size_right=-1, float softcap=-1.0, Tensor? sinks=None) -> ()"
+    ),
+    reference=_varlen_attention,
+    check=_check,
+    fake=_fake,
+    samples=_samples,
+    stock=_stock,
+    backward=None,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_bench,
+    summary="Attention over packed sequences of different lengths",
 )
 
 
@@ -510,24 +508,22 @@ def _flash_bench() -> Iterator[BenchCase]:
         )
 
 
-register(
-    OpSpec(
-        name=FLASH_OP,
-        schema=(
-            "(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q,"
-            " Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv, float softmax_scale, bool is_causal,"
-            " Tensor block_table, Tensor? alibi_slopes=None, int window_left=-1, int window_right=-1,"
-            ' str kv_cache_dtype="auto", float k_scale=1.0, float v_scale=1.0, float softcap=-1.0,'
-            " Tensor? sinks=None, Tensor? key_scales=None, Tensor? value_scales=None) -> ()"
-        ),
-        reference=_flash_attn_varlen_func,
-        check=_flash_check,
-        fake=_fake,
-        samples=_flash_samples,
-        stock=_flash_stock,
-        backward=None,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=_flash_bench,
-        summary="Attention of packed queries over a paged cache",
-    )
+register_op(
+    name=FLASH_OP,
+    schema=(
+        "(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q,"
+        " Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv, float softmax_scale, bool is_causal,"
+        " Tensor block_table, Tensor? alibi_slopes=None, int window_left=-1, int window_right=-1,"
+        ' str kv_cache_dtype="auto", float k_scale=1.0, float v_scale=1.0, float softcap=-1.0,'
+        " Tensor? sinks=None, Tensor? key_scales=None, Tensor? value_scales=None) -> ()"
+    ),
+    reference=_flash_attn_varlen_func,
+    check=_flash_check,
+    fake=_fake,
+    samples=_flash_samples,
+    stock=_flash_stock,
+    backward=None,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=_flash_bench,
+    summary="Attention of packed queries over a paged cache",
 )

@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     randn,
     strided,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import Arguments, OpSpec, Sample
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import Arguments, Sample
 from ipex_core.ops.linear import (
     apply_epilogue,
     check_activation,
@@ -244,18 +244,16 @@ def _float_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((special, packed, 64), id="special_values")
 
 
-register(
-    OpSpec(
-        name="woq_linear",
-        reference=_woq_linear,
-        check=_check,
-        fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
-        autocast="lower_precision",
-        samples=_samples,
-        stock=stock_woq_linear,
-        stock_args=stock_args,
-        tolerance=PRODUCT_TOLERANCE,
-        bench=woq_bench,
-        summary="Linear layer on a packed quantized weight (int8, int4, nf4, fp4, fp8)",
-    )
+register_op(
+    name="woq_linear",
+    reference=_woq_linear,
+    check=_check,
+    fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
+    autocast="lower_precision",
+    samples=_samples,
+    stock=stock_woq_linear,
+    stock_args=stock_args,
+    tolerance=PRODUCT_TOLERANCE,
+    bench=woq_bench,
+    summary="Linear layer on a packed quantized weight (int8, int4, nf4, fp4, fp8)",
 )

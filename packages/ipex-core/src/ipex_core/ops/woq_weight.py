@@ -18,8 +18,8 @@ from ipex_core.library.checks import (
     dtype_name,
     randn,
 )
-from ipex_core.library.kernels import register
-from ipex_core.library.spec import FLOATS, Arguments, BenchCase, OpSpec, Sample, check
+from ipex_core.library.kernels import register_op
+from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout, check_woq_packed
 
@@ -312,18 +312,16 @@ def pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((qweight.t().contiguous().t(), *others), id="transposed")
 
 
-register(
-    OpSpec(
-        name="pack_woq_weight",
-        reference=_pack,
-        check=_pack_check,
-        fake=_pack_fake,
-        samples=pack_samples,
-        dtypes=(torch.float32,),
-        backward=None,
-        lift=False,
-        summary="Pack a quantized linear weight for `woq_linear`",
-    )
+register_op(
+    name="pack_woq_weight",
+    reference=_pack,
+    check=_pack_check,
+    fake=_pack_fake,
+    samples=pack_samples,
+    dtypes=(torch.float32,),
+    backward=None,
+    lift=False,
+    summary="Pack a quantized linear weight for `woq_linear`",
 )
 
 
@@ -480,33 +478,29 @@ def _dequantize_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((packed, layout.n, layout.k, dtype), id=name)
 
 
-register(
-    OpSpec(
-        name="unpack_woq_weight",
-        reference=_unpack,
-        check=_unpack_check,
-        fake=_unpack_fake,
-        samples=_unpack_samples,
-        dtypes=(torch.float32,),
-        backward=None,
-        lift=False,
-        summary="Give back the codes, scales and zero points of a packed weight, bit for bit",
-    )
+register_op(
+    name="unpack_woq_weight",
+    reference=_unpack,
+    check=_unpack_check,
+    fake=_unpack_fake,
+    samples=_unpack_samples,
+    dtypes=(torch.float32,),
+    backward=None,
+    lift=False,
+    summary="Give back the codes, scales and zero points of a packed weight, bit for bit",
 )
-register(
-    OpSpec(
-        name="dequantize_woq_weight",
-        reference=_dequantize,
-        check=_dequantize_check,
-        fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
-        samples=_dequantize_samples,
-        backward=None,
-        lift=False,
-        tolerance={
-            torch.float32: (1e-6, 1e-9),
-            torch.bfloat16: (8e-3, 1e-9),
-            torch.float16: (1e-3, 1e-7),
-        },
-        summary="The float weight of a packed quantized one",
-    )
+register_op(
+    name="dequantize_woq_weight",
+    reference=_dequantize,
+    check=_dequantize_check,
+    fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
+    samples=_dequantize_samples,
+    backward=None,
+    lift=False,
+    tolerance={
+        torch.float32: (1e-6, 1e-9),
+        torch.bfloat16: (8e-3, 1e-9),
+        torch.float16: (1e-3, 1e-7),
+    },
+    summary="The float weight of a packed quantized one",
 )
