@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import check_once, read_once
-from ipex_core.library.spec import FLOATS, check
+from ipex_core.library.spec import FLOATS, Arguments
 from ipex_core.ops.attention import check_offsets, near_shape
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
 from ipex_xpu_kernels._launch import DTYPES, dense, is_gpu, kernel, launch
@@ -206,130 +206,84 @@ def _supported(query: Tensor, key: Tensor, value: Tensor, *factors: Any) -> bool
     return plain and bool(_native().attention_supported(query, key, value))
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    scale: float = 0.0,
-    is_causal: bool = False,
-    alibi_slopes: Tensor | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    bottom_right: bool = False,
-) -> Tensor | None:
-    if not _supported(query, key, value):
+def _attention(a: Arguments) -> Tensor | None:
+    if not _supported(a.query, a.key, a.value):
         return None
-    batch, heads, length, size = query.shape
-    out = query.new_empty(batch, length, heads, size).transpose(1, 2)
+    batch, heads, length, size = a.query.shape
+    out = a.query.new_empty(batch, length, heads, size).transpose(1, 2)
     _run(
-        *(query, key, value, out),
-        scale=scale,
+        *(a.query, a.key, a.value, out),
+        scale=a.scale,
         sequences=batch,
         longest=length,
-        mask=_additive(mask, (batch, heads, length, key.shape[2])),
-        slopes=alibi_slopes,
-        sinks=sinks,
-        behind=window_left,
-        ahead=0 if is_causal else window_right,
-        softcap=softcap,
-        bottom_right=bottom_right,
+        mask=_additive(a.mask, (batch, heads, length, a.key.shape[2])),
+        slopes=a.alibi_slopes,
+        sinks=a.sinks,
+        behind=a.window_left,
+        ahead=0 if a.is_causal else a.window_right,
+        softcap=a.softcap,
+        bottom_right=a.bottom_right,
     )
     return out
 
 
-def _decode_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    lengths: Tensor | None = None,
-    mask: Tensor | None = None,
-    scale: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    window_size: int = -1,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> Tensor | None:
-    if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
+def _decode_attention(a: Arguments) -> Tensor | None:
+    factors = a.k_scale, a.v_scale, a.key_scales, a.value_scales
+    if not _supported(a.query, a.key_cache, a.value_cache, *factors):
         return None
-    batch, heads, queries, size = query.shape
-    capacity = key_cache.shape[2]
-    if lengths is not None:
-        check_lengths("decode_attention", read_once(lengths, Tensor.tolist), capacity)
-    out = query.new_empty(batch, queries, heads, size).transpose(1, 2)
+    batch, heads, queries, size = a.query.shape
+    capacity = a.key_cache.shape[2]
+    if a.lengths is not None:
+        check_lengths(a.op, read_once(a.lengths, Tensor.tolist), capacity)
+    out = a.query.new_empty(batch, queries, heads, size).transpose(1, 2)
     _run(
-        *(query, key_cache, value_cache, out),
-        scale=scale,
+        *(a.query, a.key_cache, a.value_cache, out),
+        scale=a.scale,
         sequences=batch,
         longest=queries,
-        mask=_additive(mask, (batch, heads, queries, capacity)),
-        slopes=alibi_slopes,
-        sinks=sinks,
-        k_lengths=None if lengths is None else lengths.int().contiguous(),
-        behind=window_size - 1 if window_size > 0 else -1,
+        mask=_additive(a.mask, (batch, heads, queries, capacity)),
+        slopes=a.alibi_slopes,
+        sinks=a.sinks,
+        k_lengths=None if a.lengths is None else a.lengths.int().contiguous(),
+        behind=a.window_size - 1 if a.window_size > 0 else -1,
         ahead=0,
-        softcap=softcap,
-        factors=(k_scale, v_scale, key_scales, value_scales),
+        softcap=a.softcap,
+        factors=factors,
     )
     return out
 
 
-def _single_query(
-    output: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    head_mapping: Tensor | None,
-    scale: float,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    block_size: int,
-    max_context_len: int,
-    alibi_slopes: Tensor | None,
-    window_size: int = -1,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> bool:
-    op = "single_query_cached_kv_attention"
-    mapped = head_mapping is not None and head_mapping.shape[0] == query.shape[1]
-    if mapped or output.stride(-1) != 1:
+def _single_query(a: Arguments) -> bool:
+    mapped = a.head_mapping is not None and a.head_mapping.shape[0] == a.query.shape[1]
+    if mapped or a.output.stride(-1) != 1:
         return False  # the definition reads the mapping
-    if near_shape(query, alibi_slopes):
+    if near_shape(a.query, a.alibi_slopes):
         return False
-    if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
+    factors = a.k_scale, a.v_scale, a.key_scales, a.value_scales
+    if not _supported(a.query, a.key_cache, a.value_cache, *factors):
         return False
-    blocks = key_cache.shape[0]
+    blocks = a.key_cache.shape[0]
 
     def check_values() -> None:
-        lengths = read_once(context_lens, Tensor.tolist)
-        check_block_tables(op, "context_lens", lengths, block_tables, block_size, blocks)
-        check_longest(op, lengths, max_context_len)
+        lengths = read_once(a.context_lens, Tensor.tolist)
+        check_block_tables(a.op, "context_lens", lengths, a.block_tables, a.block_size, blocks)
+        check_longest(a.op, lengths, a.max_context_len)
 
-    others = op, block_size, blocks, max_context_len
-    check_once((context_lens, block_tables), others, check_values)
+    others = a.op, a.block_size, blocks, a.max_context_len
+    check_once((a.context_lens, a.block_tables), others, check_values)
     _run(
-        *(query.unsqueeze(2), key_cache, value_cache, output.unsqueeze(2)),
-        scale=scale,
-        sequences=query.shape[0],
+        *(a.query.unsqueeze(2), a.key_cache, a.value_cache, a.output.unsqueeze(2)),
+        scale=a.scale,
+        sequences=a.query.shape[0],
         longest=1,
-        slopes=alibi_slopes,
-        sinks=sinks,
-        k_lengths=context_lens.int().contiguous(),
-        table=block_tables.int().contiguous(),
-        behind=window_size - 1 if window_size > 0 else -1,
+        slopes=a.alibi_slopes,
+        sinks=a.sinks,
+        k_lengths=a.context_lens.int().contiguous(),
+        table=a.block_tables.int().contiguous(),
+        behind=a.window_size - 1 if a.window_size > 0 else -1,
         ahead=0,
-        softcap=softcap,
-        factors=(k_scale, v_scale, key_scales, value_scales),
+        softcap=a.softcap,
+        factors=factors,
     )
     return True
 
@@ -339,103 +293,62 @@ def _packed(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-def _varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    seqlen_q: Tensor,
-    seqlen_k: Tensor,
-    alibi_slopes: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    pdropout: float,
-    softmax_scale: float,
-    zero_tensors: bool,
-    is_causal: bool,
-    return_softmax: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-) -> bool:
-    if not _supported(query, key, value):
+def _varlen_attention(a: Arguments) -> bool:
+    if not _supported(a.query, a.key, a.value):
         return False
-    queries = check_offsets("varlen_attention", "seqlen_q", seqlen_q, query.shape[0])
-    keys = check_offsets("varlen_attention", "seqlen_k", seqlen_k, key.shape[0])
-    check_pair = len(queries) == len(keys)
-    check(check_pair, "varlen_attention", "seqlen_k", "be as long as seqlen_q", len(keys) + 1)
-    if zero_tensors:
-        out.zero_()
+    queries = check_offsets(a.op, "seqlen_q", a.seqlen_q, a.query.shape[0])
+    keys = check_offsets(a.op, "seqlen_k", a.seqlen_k, a.key.shape[0])
+    same = len(queries) == len(keys)
+    a.require(same, "seqlen_k", "be as long as seqlen_q", len(keys) + 1)
+    if a.zero_tensors:
+        a.out.zero_()
     _run(
-        *(_packed(query), _packed(key), _packed(value), _packed(out)),
-        scale=softmax_scale,
+        *(_packed(a.query), _packed(a.key), _packed(a.value), _packed(a.out)),
+        scale=a.softmax_scale,
         sequences=len(queries),
         longest=max((end - begin for begin, end in queries), default=0),
-        slopes=alibi_slopes,
-        sinks=sinks,
-        q_starts=seqlen_q.int().contiguous(),
-        k_starts=seqlen_k.int().contiguous(),
-        behind=window_size_left,
-        ahead=0 if is_causal else window_size_right,
-        softcap=softcap,
+        slopes=a.alibi_slopes,
+        sinks=a.sinks,
+        q_starts=a.seqlen_q.int().contiguous(),
+        k_starts=a.seqlen_k.int().contiguous(),
+        behind=a.window_size_left,
+        ahead=0 if a.is_causal else a.window_size_right,
+        softcap=a.softcap,
     )
     return True
 
 
-def _flash_attn_varlen_func(
-    out: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    softmax_scale: float,
-    is_causal: bool,
-    block_table: Tensor,
-    alibi_slopes: Tensor | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    kv_cache_dtype: str = "auto",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    softcap: float = -1.0,
-    sinks: Tensor | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> bool:
-    op = "flash_attn_varlen_func"
-    if near_shape(query, alibi_slopes):
+def _flash_attn_varlen_func(a: Arguments) -> bool:
+    if near_shape(a.query, a.alibi_slopes):
         return False
-    if not _supported(query, key_cache, value_cache, k_scale, v_scale, key_scales, value_scales):
+    factors = a.k_scale, a.v_scale, a.key_scales, a.value_scales
+    if not _supported(a.query, a.key_cache, a.value_cache, *factors):
         return False
-    queries = check_offsets(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0])
-    keys = check_offsets(op, "cu_seqlens_kv", cu_seqlens_kv, 2**62)
+    queries = check_offsets(a.op, "cu_seqlens_q", a.cu_seqlens_q, a.query.shape[0])
+    keys = check_offsets(a.op, "cu_seqlens_kv", a.cu_seqlens_kv, 2**62)
     lengths = [end - begin for begin, end in keys]
-    blocks, block_size = key_cache.shape[0], key_cache.shape[2]
+    blocks, block_size = a.key_cache.shape[0], a.key_cache.shape[2]
 
     def check_values() -> None:
         check_block_tables(
-            *(op, "cu_seqlens_kv", lengths, block_table, block_size, blocks, "block_table")
+            *(a.op, "cu_seqlens_kv", lengths, a.block_table, block_size, blocks, "block_table")
         )
 
-    check_once((cu_seqlens_kv, block_table), (op, block_size, blocks), check_values)
+    check_once((a.cu_seqlens_kv, a.block_table), (a.op, block_size, blocks), check_values)
     _run(
-        *(_packed(query), key_cache, value_cache, _packed(out)),
-        scale=softmax_scale,
+        *(_packed(a.query), a.key_cache, a.value_cache, _packed(a.out)),
+        scale=a.softmax_scale,
         sequences=len(queries),
         longest=max((end - begin for begin, end in queries), default=0),
-        slopes=alibi_slopes,
-        sinks=sinks,
-        q_starts=cu_seqlens_q.int().contiguous(),
-        k_lengths=_int32(lengths, query),
-        table=block_table.int().contiguous(),
-        behind=window_left,
-        ahead=0 if is_causal else window_right,
-        softcap=softcap,
-        factors=(k_scale, v_scale, key_scales, value_scales),
+        slopes=a.alibi_slopes,
+        sinks=a.sinks,
+        q_starts=a.cu_seqlens_q.int().contiguous(),
+        k_lengths=_int32(lengths, a.query),
+        table=a.block_table.int().contiguous(),
+        behind=a.window_left,
+        ahead=0 if a.is_causal else a.window_right,
+        softcap=a.softcap,
+        factors=factors,
     )
     return True
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ipex_core.library.checks import read_once
-from ipex_core.library.spec import FLOATS
+from ipex_core.library.spec import FLOATS, Arguments
 from ipex_core.ops.kv_cache import check_slots
 from ipex_core.ops.rotary_embedding import check_rows, rows_with_offsets, table_rows
 from ipex_core.ops.rotary_embedding_and_cache import cache_places
@@ -99,69 +99,41 @@ def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: float, scales: Tensor
     launch_columns(name, x, tokens * heads, size, cache, x, *place, _inverse(scale))
 
 
-def _writer(op: str) -> Callable[..., bool]:
-    def write(
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str = "auto",
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-    ) -> bool:
-        if key.dtype not in FLOATS:
-            return False
-        places = _places(op, key_cache, slot_mapping)
-        _write(key, key_cache, places, k_scale, key_scales)
-        _write(value, value_cache, places, v_scale, value_scales)
-        return True
-
-    return write
-
-
-def _rotary_embedding_and_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    slot_mapping: Tensor | None,
-    rotary_dim: int,
-    rotary_half: bool,
-    position_ids: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> bool:
-    op = "rotary_embedding_and_cache"
-    if query.dtype not in FLOATS:
+def _reshape_and_cache(a: Arguments) -> bool:
+    if a.key.dtype not in FLOATS:
         return False
-    rows = _rows(op, sin, cos, query, position_ids)
-    if slot_mapping is None:
-        slots = cache_places(query, key_cache, None, position_ids)
+    places = _places(a.op, a.key_cache, a.slot_mapping)
+    _write(a.key, a.key_cache, places, a.k_scale, a.key_scales)
+    _write(a.value, a.value_cache, places, a.v_scale, a.value_scales)
+    return True
+
+
+def _rotary_embedding_and_cache(a: Arguments) -> bool:
+    if a.query.dtype not in FLOATS:
+        return False
+    rows = _rows(a.op, a.sin, a.cos, a.query, a.position_ids)
+    if a.slot_mapping is None:
+        slots = cache_places(a.query, a.key_cache, None, a.position_ids)
     else:
-        slots = _places(op, key_cache, slot_mapping)
-    heads, size = key.shape[-2:]
-    queries, keys, values = (dense(x.flatten(0, -3)) for x in (query, key, value))
+        slots = _places(a.op, a.key_cache, a.slot_mapping)
+    heads, size = a.key.shape[-2:]
+    queries, keys, values = (dense(x.flatten(0, -3)) for x in (a.query, a.key, a.value))
     tokens, query_heads = queries.shape[:2]
-    pairs = rotary_dim // 2
+    pairs = a.rotary_dim // 2
     launch_columns(
-        kernel("rope_and_cache", query.dtype, key_cache.dtype),
-        query,
+        kernel("rope_and_cache", a.query.dtype, a.key_cache.dtype),
+        a.query,
         tokens * (query_heads + 2 * heads),
         size,
-        *(queries, keys, values, key_cache, value_cache, *rows, slots),
-        *(query_heads, heads, size, pairs, rows[0].shape[1], rotary_half),
-        max(key_cache.shape[2], 1),
+        *(queries, keys, values, a.key_cache, a.value_cache, *rows, slots),
+        *(query_heads, heads, size, pairs, rows[0].shape[1], a.rotary_half),
+        max(a.key_cache.shape[2], 1),
         *(x for one in (queries, keys, values) for x in one.stride()[:2]),
-        *(*key_cache.stride()[:3], *value_cache.stride()[:3], _inverse(k_scale), _inverse(v_scale)),
+        *(*a.key_cache.stride()[:3], *a.value_cache.stride()[:3]),
+        *(_inverse(a.k_scale), _inverse(a.v_scale)),
     )
-    if queries.data_ptr() != query.data_ptr():  # a copy, where a view cannot be
-        query.copy_(queries.view_as(query))
+    if queries.data_ptr() != a.query.data_ptr():  # a copy, where a view cannot be
+        a.query.copy_(queries.view_as(a.query))
     return True
 
 
@@ -193,44 +165,28 @@ def _rotate(
     return True
 
 
-def _batched(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    rot_dim: int,
-    cos_sin_cache_offsets: Tensor | None = None,
-) -> bool:
-    if query.dtype not in FLOATS:
+def _batched(a: Arguments) -> bool:
+    if a.query.dtype not in FLOATS:
         return False
-    places = rows_with_offsets(positions, cos_sin_cache_offsets, cos_sin_cache.shape[0])
-    rows = places.to(positions.device)
-    return _rotate(positions, query, key, head_size, cos_sin_cache[rows], is_neox)
+    places = rows_with_offsets(a.positions, a.cos_sin_cache_offsets, a.cos_sin_cache.shape[0])
+    rows = places.to(a.positions.device)
+    return _rotate(a.positions, a.query, a.key, a.head_size, a.cos_sin_cache[rows], a.is_neox)
 
 
-def _table(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    rope_dim_offset: int = 0,
-    inverse: bool = False,
-) -> bool:
-    if query.dtype not in FLOATS:
+def _table(a: Arguments) -> bool:
+    if a.query.dtype not in FLOATS:
         return False
-    check_rows("rotary_embedding_table", positions.cpu(), cos_sin_cache.shape[0])
-    rows = cos_sin_cache[positions.long().flatten()]
-    return _rotate(positions, query, key, head_size, rows, is_neox, rope_dim_offset, inverse)
+    check_rows(a.op, a.positions.cpu(), a.cos_sin_cache.shape[0])
+    rows = a.cos_sin_cache[a.positions.long().flatten()]
+    return _rotate(
+        a.positions, a.query, a.key, a.head_size, rows, a.is_neox, a.rope_dim_offset, a.inverse
+    )
 
 
 #: Name of an op -> what runs for tensors of the device; False: as it is defined.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "reshape_and_cache": _writer("reshape_and_cache"),
-    "reshape_and_cache_flash": _writer("reshape_and_cache_flash"),
+    "reshape_and_cache": _reshape_and_cache,
+    "reshape_and_cache_flash": _reshape_and_cache,
     "rotary_embedding_and_cache": _rotary_embedding_and_cache,
     "rotary_embedding_batched": _batched,
     "rotary_embedding_table": _table,

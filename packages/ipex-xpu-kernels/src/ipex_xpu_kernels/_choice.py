@@ -8,37 +8,27 @@ from typing import Any
 
 import torch
 
-from ipex_core.library.spec import FLOATS
+from ipex_core.library.spec import FLOATS, Arguments
 from ipex_xpu_kernels._launch import kernel, launch_rows
 
 Tensor = torch.Tensor
 
 
-def _moe_routing(
-    router_logits: Tensor,
-    top_k: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    num_expert_group: int = 0,
-    topk_group: int = 0,
-    e_score_correction_bias: Tensor | None = None,
-    routed_scaling_factor: float = 1.0,
-    jitter: float = 0.0,
-) -> tuple[Tensor, Tensor] | None:
-    if router_logits.dtype not in FLOATS or scoring_func == "sparsemixer":
+def _moe_routing(a: Arguments) -> tuple[Tensor, Tensor] | None:
+    if a.router_logits.dtype not in FLOATS or a.scoring_func == "sparsemixer":
         return None
-    tokens, experts = router_logits.shape
-    groups = max(num_expert_group, 1)
-    weights = router_logits.new_empty(tokens, top_k, dtype=torch.float32)
-    ids = router_logits.new_empty(tokens, top_k, dtype=torch.int32)
-    bias = e_score_correction_bias
+    tokens, experts = a.router_logits.shape
+    groups = max(a.num_expert_group, 1)
+    weights = a.router_logits.new_empty(tokens, a.top_k, dtype=torch.float32)
+    ids = a.router_logits.new_empty(tokens, a.top_k, dtype=torch.int32)
+    bias = a.e_score_correction_bias
     launch_rows(
-        *(kernel("route", router_logits.dtype), router_logits, tokens, weights, ids),
-        *(torch.empty_like(router_logits, dtype=torch.float32).contiguous(),),
-        router_logits.new_empty(tokens, groups, dtype=torch.int64),
-        *(router_logits, None if bias is None else bias.contiguous(), experts),
-        *(*router_logits.stride(), top_k, groups, topk_group, scoring_func == "sigmoid"),
-        *(renormalize, routed_scaling_factor),
+        *(kernel("route", a.router_logits.dtype), a.router_logits, tokens, weights, ids),
+        *(torch.empty_like(a.router_logits, dtype=torch.float32).contiguous(),),
+        a.router_logits.new_empty(tokens, groups, dtype=torch.int64),
+        *(a.router_logits, None if bias is None else bias.contiguous(), experts),
+        *(*a.router_logits.stride(), a.top_k, groups, a.topk_group, a.scoring_func == "sigmoid"),
+        *(a.renormalize, a.routed_scaling_factor),
     )
     return weights, ids
 
@@ -67,19 +57,12 @@ def _sample(
     return None if wrong.cpu().any() else tokens
 
 
-def _sample_token(
-    logits: Tensor,
-    noise: Tensor,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> Tensor | None:
-    return _sample(logits, noise, None, temperature, top_k, top_p, min_p)
+def _sample_token(a: Arguments) -> Tensor | None:
+    return _sample(a.logits, a.noise, None, a.temperature, a.top_k, a.top_p, a.min_p)
 
 
-def _sample_token_seeded(logits: Tensor, seeds: Tensor) -> Tensor | None:
-    return _sample(logits, None, seeds, 1.0, 0, 1.0, 0.0)
+def _sample_token_seeded(a: Arguments) -> Tensor | None:
+    return _sample(a.logits, None, a.seeds, 1.0, 0, 1.0, 0.0)
 
 
 #: Name of an op -> what runs for tensors of the device; None: as it is defined.

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ipex_core.library.kernels import specs
-from ipex_core.library.spec import FLOATS
+from ipex_core.library.spec import FLOATS, Arguments
 from ipex_core.ops.fused_experts import ACTIVATIONS
 from ipex_core.ops.moe import check_quantized_expert, has_data, is_quantized
 from ipex_xpu_kernels._launch import kernel, launch_columns
@@ -17,10 +15,8 @@ from ipex_xpu_kernels._woq import product, supported
 Tensor = torch.Tensor
 
 
-def fused_experts(*args: Any, **kwargs: Any) -> Tensor | None:
+def fused_experts(a: Arguments) -> Tensor | None:
     """Compute ``torch.ops.ipex.fused_experts`` for quantized weights; None for others and what kernels do not take."""
-    spec = specs()["fused_experts"]
-    a = spec.bind(*args, **kwargs)
     x: Tensor = a.hidden_states
     if x.dtype not in FLOATS or a.lowp_mode != "none" or not has_data(a.w13):
         return None
@@ -30,7 +26,7 @@ def fused_experts(*args: Any, **kwargs: Any) -> Tensor | None:
 
     if _device.native().host_is_faster(x.device.index):
         return None
-    spec.check(a)
+    specs()[a.op].check(a)
     hidden = x.shape[1]
     ids = a.topk_ids.cpu()
     pair = a.activation != "relu2"  # which has no gate
@@ -38,7 +34,7 @@ def fused_experts(*args: Any, **kwargs: Any) -> Tensor | None:
     def expert(rows: Tensor, prefix: str, index: int, size: int) -> Tensor | None:
         first, second = getattr(a, f"{prefix}w13"), getattr(a, f"{prefix}w2")
         layouts = [
-            check_quantized_expert(spec.name, f"{prefix}{name}", packed, index, n, k, gated)
+            check_quantized_expert(a.op, f"{prefix}{name}", packed, index, n, k, gated)
             for name, packed, n, k, gated in (
                 ("w13", first, (1 + pair) * size, hidden, pair),
                 ("w2", second, hidden, size, False),

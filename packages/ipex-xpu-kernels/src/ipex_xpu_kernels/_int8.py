@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.kernels import specs
-from ipex_core.library.spec import FLOATS
+from ipex_core.library.spec import FLOATS, Arguments
 from ipex_core.ops.int8_linear import check_values, result_dtype
 from ipex_core.ops.linear import apply_epilogue, weight_rows
 from ipex_core.ops.quantize import check_one, choose
@@ -20,7 +19,6 @@ from ipex_xpu_kernels._launch import DTYPES, launch, launch_columns
 
 Tensor = torch.Tensor
 
-_OP = "int8_linear"
 _CODES = {torch.int8: "signedchar", torch.uint8: "unsignedchar"}
 _ROWS = 8  # of a work-group
 
@@ -77,22 +75,19 @@ def codes(x: Tensor, scale: Tensor, zero: Tensor | None, symmetric: bool) -> Ten
     return y
 
 
-def _quantize_per_tensor(
-    x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    if scale is None or x.dtype not in FLOATS:
+def _quantize_per_tensor(a: Arguments) -> tuple[Tensor, Tensor, Tensor] | None:
+    if a.scale is None or a.x.dtype not in FLOATS:
         return None
-    check_one(scale, zero)
-    new_zero = torch.zeros((), dtype=torch.int32, device=x.device) if zero is None else zero
-    found = codes(x, scale, zero, symmetric)
-    return found, scale.float().clone().reshape(()), new_zero.clone().reshape(())
+    check_one(a.scale, a.zero)
+    new_zero = torch.zeros((), dtype=torch.int32, device=a.x.device) if a.zero is None else a.zero
+    found = codes(a.x, a.scale, a.zero, a.symmetric)
+    return found, a.scale.float().clone().reshape(()), new_zero.clone().reshape(())
 
 
-def _int8_linear(*args: Any, **kwargs: Any) -> Tensor:
-    a = specs()[_OP].bind(*args, **kwargs)
+def _int8_linear(a: Arguments) -> Tensor:
     x: Tensor = a.x
     n = weight_rows(a.out_features, a.gate)
-    int8.check_header(_OP, "packed_weight", a.packed_weight, n, x.shape[-1])
+    int8.check_header(a.op, "packed_weight", a.packed_weight, n, x.shape[-1])
     scale, zero = a.x_scale, a.x_zero
     check_values(x, scale, zero)
     q = x
@@ -115,6 +110,6 @@ def _int8_linear(*args: Any, **kwargs: Any) -> Tensor:
 
 #: Name of an op -> what runs for tensors of the device; None: as it is defined.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    _OP: _int8_linear,
+    "int8_linear": _int8_linear,
     "quantize_per_tensor": _quantize_per_tensor,
 }

@@ -19,9 +19,10 @@ def _with_definition(name: str, function: Callable[..., Any]) -> Callable[..., A
     spec = specs()[name]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        a = spec.bind(*args, **kwargs)
         if not are_checked():
-            spec.check(spec.bind(*args, **kwargs))
-        result = function(*args, **kwargs)
+            spec.check(a)
+        result = function(a)
         if result is None or result is False:
             result = spec.reference(*args, **kwargs)
         return None if result is True else result
@@ -31,10 +32,11 @@ def _with_definition(name: str, function: Callable[..., Any]) -> Callable[..., A
 
 def _before_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the op whose ``function`` returns None for arguments that the kernel before it is to have."""
+    bind = specs()[name].bind
     kernel_before = torch.library.get_kernel(f"ipex::{name}", "XPU")
 
     def kernel(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
+        result = function(bind(*args, **kwargs))
         return kernel_before.call_boxed(keyset, *args, **kwargs) if result is None else result
 
     return kernel

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ipex_core.library.spec import Arguments
 from ipex_core.ops import optim_steps
 from ipex_xpu_kernels._launch import kernel, launch
 
@@ -51,153 +52,85 @@ def _weights(param: Tensor, param2: Tensor | None, grad: Tensor) -> Tensor:
     return out
 
 
-def _adam(
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    grad: Tensor,
-    param2: Tensor | None,
-    amsgrad: bool,
-    step: float,
-    beta1: float,
-    beta2: float,
-    lr: float,
-    weight_decay: float,
-    eps: float,
-    decoupled: bool = False,
-    maximize: bool = False,
-) -> bool:
-    top = max_exp_avg_sq if amsgrad else None
-    if not _dense_alike(param, param2, exp_avg, exp_avg_sq, top):
+def _adam(a: Arguments) -> bool:
+    top = a.max_exp_avg_sq if a.amsgrad else None
+    if not _dense_alike(a.param, a.param2, a.exp_avg, a.exp_avg_sq, top):
         return False
-    grad = _in_order_of(param, grad)
+    grad = _in_order_of(a.param, a.grad)
     _step(
-        *("adam_step", param, grad, param, param2, grad, exp_avg, exp_avg_sq, top),
-        *(param.numel(), beta1, beta2, 1.0 - beta1, 1.0 - beta2, math.sqrt(1.0 - beta2**step)),
-        *(lr / (1.0 - beta1**step), weight_decay, 1.0 - lr * weight_decay, eps),
-        *(decoupled, maximize),
+        *("adam_step", a.param, grad, a.param, a.param2, grad, a.exp_avg, a.exp_avg_sq, top),
+        *(a.param.numel(), a.beta1, a.beta2, 1.0 - a.beta1, 1.0 - a.beta2),
+        math.sqrt(1.0 - a.beta2**a.step),
+        *(a.lr / (1.0 - a.beta1**a.step), a.weight_decay, 1.0 - a.lr * a.weight_decay, a.eps),
+        *(a.decoupled, a.maximize),
     )
     return True
 
 
-def _sgd(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    param2: Tensor | None,
-    momentum: float,
-    lr: float,
-    weight_decay: float,
-    dampening: float,
-    nesterov: bool,
-    first: bool = False,
-    maximize: bool = False,
-) -> bool:
-    if not _dense_alike(param, param2, momentum_buffer):
+def _sgd(a: Arguments) -> bool:
+    if not _dense_alike(a.param, a.param2, a.momentum_buffer):
         return False
-    grad = _in_order_of(param, grad)
+    grad = _in_order_of(a.param, a.grad)
     _step(
-        *("sgd_step", param, grad, param, param2, grad, momentum_buffer, param.numel()),
-        *(None, None, lr, weight_decay, momentum, 1.0 - dampening, 0.0, 0.0),
-        *(nesterov, first, maximize),
+        *("sgd_step", a.param, grad, a.param, a.param2, grad, a.momentum_buffer, a.param.numel()),
+        *(None, None, a.lr, a.weight_decay, a.momentum, 1.0 - a.dampening, 0.0, 0.0),
+        *(a.nesterov, a.first, a.maximize),
     )
     return True
 
 
-def _lars(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    param2: Tensor | None,
-    momentum: float,
-    lr: float,
-    eeta: float,
-    eps: float,
-    weight_decay: float,
-    dampening: float,
-    nesterov: bool,
-    first: bool = False,
-) -> bool:
-    if not _dense_alike(param, param2, momentum_buffer):
+def _lars(a: Arguments) -> bool:
+    if not _dense_alike(a.param, a.param2, a.momentum_buffer):
         return False
-    grad = _in_order_of(param, grad)
-    if param.numel() == 0:
+    grad = _in_order_of(a.param, a.grad)
+    if a.param.numel() == 0:
         return True
-    norms = (
-        _norm(_weights(param, param2, grad)),
-        _norm(grad.float()),
-    )
+    norms = _norm(_weights(a.param, a.param2, grad)), _norm(grad.float())
     _step(
-        *("sgd_step", param, grad, param, param2, grad, momentum_buffer, param.numel()),
-        *(*norms, lr, weight_decay, momentum, 1.0 - dampening, eeta, eps, nesterov, first, False),
+        *("sgd_step", a.param, grad, a.param, a.param2, grad, a.momentum_buffer, a.param.numel()),
+        *(*norms, a.lr, a.weight_decay, a.momentum, 1.0 - a.dampening),
+        *(a.eeta, a.eps, a.nesterov, a.first, False),
     )
     return True
 
 
-def _adagrad(
-    param: Tensor,
-    grad: Tensor,
-    state_sum: Tensor,
-    param2: Tensor | None,
-    step: float,
-    lr: float,
-    weight_decay: float,
-    lr_decay: float,
-    eps: float,
-    maximize: bool = False,
-) -> bool:
-    if not _dense_alike(param, param2, state_sum):
+def _adagrad(a: Arguments) -> bool:
+    if not _dense_alike(a.param, a.param2, a.state_sum):
         return False
-    grad = _in_order_of(param, grad)
-    rate = lr / (1.0 + (step - 1.0) * lr_decay)
+    grad = _in_order_of(a.param, a.grad)
+    rate = a.lr / (1.0 + (a.step - 1.0) * a.lr_decay)
     _step(
-        *("adagrad_step", param, grad, param, param2, grad, state_sum, param.numel()),
-        *(rate, weight_decay, eps, maximize),
+        *("adagrad_step", a.param, grad, a.param, a.param2, grad, a.state_sum, a.param.numel()),
+        *(rate, a.weight_decay, a.eps, a.maximize),
     )
     return True
 
 
-def _lamb(
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    param2: Tensor | None,
-    step: int,
-    beta1: float,
-    beta2: float,
-    lr: float,
-    weight_decay: float,
-    eps: float,
-) -> bool:
-    if not _dense_alike(param, param2, exp_avg, exp_avg_sq):
+def _lamb(a: Arguments) -> bool:
+    if not _dense_alike(a.param, a.param2, a.exp_avg, a.exp_avg_sq):
         return False
-    grad = _in_order_of(param, grad)
-    count = param.numel()
+    grad = _in_order_of(a.param, a.grad)
+    count = a.param.numel()
     if count == 0:
         return True
-    direction = torch.empty_like(param, dtype=torch.float32)
+    direction = torch.empty_like(a.param, dtype=torch.float32)
     _step(
-        *("lamb_direction", param, grad, param, param2, grad, exp_avg, exp_avg_sq),
-        *(direction, count, beta1, beta2, 1.0 - beta1, 1.0 - beta2),
-        *(1.0 - beta1**step, 1.0 - beta2**step, weight_decay, eps),
+        *("lamb_direction", a.param, grad, a.param, a.param2, grad, a.exp_avg, a.exp_avg_sq),
+        *(direction, count, a.beta1, a.beta2, 1.0 - a.beta1, 1.0 - a.beta2),
+        *(1.0 - a.beta1**a.step, 1.0 - a.beta2**a.step, a.weight_decay, a.eps),
     )
-    norms = (
-        _norm(_weights(param, param2, grad)),
-        _norm(direction),
-    )
-    _step("lamb_apply", param, grad, param, param2, direction, count, *norms, lr)
+    norms = _norm(_weights(a.param, a.param2, grad)), _norm(direction)
+    _step("lamb_apply", a.param, grad, a.param, a.param2, direction, count, *norms, a.lr)
     return True
 
 
 def _listed(single: str) -> Callable[..., bool]:
     """Return the op for lists of parameters: the op for one, for each."""
-    rows = optim_steps.LISTED[single].rows
+    listed = optim_steps.LISTED[single]
     op = getattr(torch.ops.ipex, single)
 
-    def steps(*args: Any) -> bool:
-        for row in rows(args):
+    def steps(a: Arguments) -> bool:
+        for row in listed.rows(listed.values(a)):
             op(*row)
         return True
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ipex_core.library.spec import FLOATS
+from ipex_core.library.spec import FLOATS, Arguments
 from ipex_core.ops.linear import apply_epilogue, weight_rows
 from ipex_core.packing import woq
 from ipex_core.packing.dense import HEADER_BYTES
@@ -81,30 +81,19 @@ def product(rows: Tensor, packed: Tensor, layout: woq.Layout) -> Tensor:
     return y
 
 
-def _woq_linear(
-    x: Tensor,
-    packed_weight: Tensor,
-    out_features: int,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    mul: Tensor | None = None,
-    residual2: Tensor | None = None,
-    gate: str = "none",
-    lowp_mode: str = "none",
-    act_quant_mode: str = "none",
-) -> Tensor | None:
-    n = weight_rows(out_features, gate)
-    layout = check_woq_packed("woq_linear", "packed_weight", packed_weight, n, x.shape[-1])
+def _woq_linear(a: Arguments) -> Tensor | None:
+    n = weight_rows(a.out_features, a.gate)
+    layout = check_woq_packed(a.op, "packed_weight", a.packed_weight, n, a.x.shape[-1])
     if layout is None or not supported(layout):
         return None
-    if lowp_mode != "none" or x.dtype not in FLOATS:
+    if a.lowp_mode != "none" or a.x.dtype not in FLOATS:
         return None
-    y = product(x.reshape(-1, layout.k), packed_weight, layout)
-    y = y.view(*x.shape[:-1], n)
-    return apply_epilogue(y, out_features, bias, activation, mul, residual, residual2, gate).to(
-        x.dtype
+    y = product(a.x.reshape(-1, layout.k), a.packed_weight, layout)
+    y = y.view(*a.x.shape[:-1], n)
+    y = apply_epilogue(
+        *(y, a.out_features, a.bias, a.activation, a.mul, a.residual, a.residual2, a.gate)
     )
+    return y.to(a.x.dtype)
 
 
 #: Name of an op -> what runs for tensors of the device; None: as it is defined.

@@ -599,8 +599,11 @@ class _Listed:
         for row in self.rows(args):
             self.single.reference(*row)
 
+    def values(self, a: Arguments) -> tuple[Any, ...]:
+        return tuple(vars(a)[name] for name in (*self.names, *self.numbers))
+
     def check(self, a: Arguments) -> None:
-        values = tuple(vars(a)[name] for name in (*self.names, *self.numbers))
+        values = self.values(a)
         expected = len(values[0])
         for label, tensors, may_lack in zip(self.names, values, self.optional, strict=False):
             enough = len(tensors) == expected or (may_lack and not tensors)
