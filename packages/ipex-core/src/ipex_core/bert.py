@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -29,8 +29,6 @@ from ipex_core.optimization import ModelTypeError, copy_model, parse, restore
 from ipex_core.optimization.passes.cast import cast_input
 from ipex_core.optimization.records import log_of
 from ipex_core.optimization.training import train, widen_input
-
-Tensor = torch.Tensor
 
 #: A group holds sequences at least this share as long as its longest one.
 _ALIKE = 0.75

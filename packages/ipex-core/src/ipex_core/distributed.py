@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.ops.collective import MOST_RANKS, buffer_bytes, format_buffer
@@ -42,8 +43,6 @@ __all__ = [
     "init_process_group",
     "shared_group",
 ]
-
-Tensor = torch.Tensor
 
 _log = logging.getLogger("ipex.distributed")
 _DEFAULT_TIMEOUT = datetime.timedelta(seconds=1800)

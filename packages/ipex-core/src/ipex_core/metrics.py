@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 __all__ = ["accuracy_score", "log_loss", "roc_auc_score"]
-
-Tensor = torch.Tensor
 
 
 def _pair(name: str, actual: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:

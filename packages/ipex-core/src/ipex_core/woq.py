@@ -15,6 +15,7 @@ Example:
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_core.packing.dense import deinterleave_gate_up, interleave_gate_up
@@ -29,8 +30,6 @@ __all__ = [
     "quantize",
     "unpack",
 ]
-
-Tensor = torch.Tensor
 
 
 def pack_weight(

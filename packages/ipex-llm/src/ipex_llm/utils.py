@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_llm.distributed.checkpoint import Splitter
@@ -30,8 +30,6 @@ __all__ = [
     "replace_linears_from_checkpoint",
     "shard_low_precision_checkpoint",
 ]
-
-Tensor = torch.Tensor
 
 #: Features of an MLP that stay together if nothing else is said.
 _GRAIN = 64

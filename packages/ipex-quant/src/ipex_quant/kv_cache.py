@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -21,8 +21,6 @@ from ipex_core.util import write_whole
 from ipex_quant.weight_only.calibrate import samples_of
 
 __all__ = ["KVCacheScales", "calibrate_kv_cache", "read_kv_cache_scales"]
-
-Tensor = torch.Tensor
 
 #: Number that the largest magnitude becomes. An e5m2 cache has room for 128 times as much: floats need no full range.
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0}

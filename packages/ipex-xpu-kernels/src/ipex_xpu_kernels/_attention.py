@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import check_once, read_once
 from ipex_core.library.spec import FLOATS, Arguments
 from ipex_core.ops.attention import check_offsets, near_shape
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
 from ipex_xpu_kernels._launch import DTYPES, dense, is_gpu, kernel, launch
-
-Tensor = torch.Tensor
 
 
 def _native() -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import read_once
 from ipex_core.library.spec import FLOATS, Arguments
@@ -16,8 +17,6 @@ from ipex_core.ops.kv_cache import check_slots
 from ipex_core.ops.rotary_embedding import check_rows, rows_with_offsets, table_rows
 from ipex_core.ops.rotary_embedding_and_cache import cache_places
 from ipex_xpu_kernels._launch import dense, kernel, launch_columns, launch_rows
-
-Tensor = torch.Tensor
 
 
 def _last_of_each(slots: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import FLOATS, Arguments
 from ipex_xpu_kernels._launch import kernel, launch_rows
-
-Tensor = torch.Tensor
 
 
 def _moe_routing(a: Arguments) -> tuple[Tensor, Tensor] | None:

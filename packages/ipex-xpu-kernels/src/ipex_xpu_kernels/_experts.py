@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS, Arguments
@@ -11,8 +12,6 @@ from ipex_core.ops.fused_experts import ACTIVATIONS
 from ipex_core.ops.moe import check_quantized_expert, has_data, is_quantized
 from ipex_xpu_kernels._launch import kernel, launch_columns
 from ipex_xpu_kernels._woq import product, supported
-
-Tensor = torch.Tensor
 
 
 def fused_experts(a: Arguments) -> Tensor | None:

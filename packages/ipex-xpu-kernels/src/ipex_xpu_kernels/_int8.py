@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.spec import FLOATS, Arguments
@@ -16,8 +17,6 @@ from ipex_core.ops.quantize import check_one, choose
 from ipex_core.packing import int8
 from ipex_core.packing.dense import HEADER_BYTES, PANEL
 from ipex_xpu_kernels._launch import DTYPES, launch, launch_columns
-
-Tensor = torch.Tensor
 
 _CODES = {torch.int8: "signedchar", torch.uint8: "unsignedchar"}
 _ROWS = 8  # of a work-group

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 #: What kernels call the dtypes.
 DTYPES = {

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import Arguments
 from ipex_core.ops import optim_steps
 from ipex_xpu_kernels._launch import kernel, launch
-
-Tensor = torch.Tensor
 
 
 def _dense_alike(param: Tensor, *others: Tensor | None) -> bool:

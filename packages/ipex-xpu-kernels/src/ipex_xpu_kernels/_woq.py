@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.spec import FLOATS, Arguments
@@ -17,8 +18,6 @@ from ipex_core.packing.dense import HEADER_BYTES
 from ipex_core.packing.quantize import CODEBOOKS, QWEIGHT_DTYPES
 from ipex_core.packing.woq import check_woq_packed
 from ipex_xpu_kernels._launch import DTYPES, is_gpu, launch
-
-Tensor = torch.Tensor
 
 #: What the kernel calls the dtypes of scales and the kinds of zero points.
 _SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e8m0fnu: 4}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ipex_core import benchmark
@@ -31,7 +31,6 @@ LEAST = 0.97
 #: Seconds that a timed window should have: a single call of a small op is shorter than the clock is exact.
 _WINDOW = 100e-6
 
-Tensor = torch.Tensor
 Function = Callable[[], object]
 
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import workloads
 from .task import Task
-
-Tensor = torch.Tensor
 
 
 def past(tensors: tuple[Tensor, ...]) -> Any:

@@ -8,13 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .shapes import LAST_STEPS
 from .task import Task
-
-Tensor = torch.Tensor
-
 
 # -- single operations ------------------------------------------------------------------------------------------------
 

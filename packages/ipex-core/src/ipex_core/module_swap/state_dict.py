@@ -24,14 +24,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipex_core.module_swap.script import FORGOTTEN
 from ipex_core.packing.parameter import PackedWeight, in_layout, pack
 
-Tensor = torch.Tensor
 #: Position of the low half in a 32-bit number.
 _LOW = 0 if sys.byteorder == "little" else 1
 

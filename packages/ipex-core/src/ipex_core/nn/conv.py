@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from ipex_core.library.spec import CHANNELS_LAST
@@ -22,8 +22,6 @@ from ipex_core.module_swap.script import stock_forward
 from ipex_core.module_swap.state_dict import ModuleState, state_of
 from ipex_core.packing import onednn
 from ipex_core.packing.parameter import PackedWeight, captured
-
-Tensor = torch.Tensor
 
 
 def _in_format(x: Tensor, state: ModuleState) -> Tensor:

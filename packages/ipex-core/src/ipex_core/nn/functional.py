@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ipex_core.kernels import measured
@@ -83,8 +83,6 @@ __all__ = [
 
 #: dtypes that the ipex kernels take.
 KERNEL_DTYPES = FLOATS
-
-Tensor = torch.Tensor
 
 
 def _native(op: str, *tensors: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 from torch.nn.modules.transformer import _detect_is_causal_mask, _get_seq_len
@@ -24,8 +24,6 @@ from ipex_core.nn.functional import layer_norm, rms_norm
 from ipex_core.nn.torchscript import rms_norm as script_rms_norm
 from ipex_core.nn.torchscript import scale_and_shift as script_scale_and_shift
 from ipex_core.nn.torchscript import unfolded as script_unfolded
-
-Tensor = torch.Tensor
 
 
 class OptimizedLayerNorm(OptimizedModule, nn.LayerNorm):

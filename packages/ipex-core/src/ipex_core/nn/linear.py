@@ -7,7 +7,7 @@ import threading
 from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
@@ -30,8 +30,6 @@ from ipex_core.packing import onednn
 from ipex_core.packing.dense import FORMATS
 from ipex_core.packing.parameter import PackedWeight, captured, pack
 from ipex_core.util.symbolic import tracing
-
-Tensor = torch.Tensor
 
 
 class FusableLinear(Protocol):

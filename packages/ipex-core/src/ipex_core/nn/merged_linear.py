@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.module_swap.base import call, has_hooks, stock_only
 from ipex_core.module_swap.state_dict import state_of, unpack_weight
@@ -22,7 +22,6 @@ from ipex_core.packing import onednn
 from ipex_core.packing.dense import interleave_gate_up
 from ipex_core.packing.parameter import PackedWeight, captured, pack
 
-Tensor = torch.Tensor
 #: Attribute of the first member of a group, which holds the group.
 _MERGED = "_merged"
 _lock = threading.Lock()

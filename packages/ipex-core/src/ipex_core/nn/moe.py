@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ipex_core.packing.experts import interleave
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from ipex_core.module_swap.base import OptimizedModule, is_stand_in, record_call
 from ipex_core.nn.torchscript import lstm as script_lstm
 from ipex_core.nn.torchscript import recurrent as script_recurrent
-
-Tensor = torch.Tensor
 
 
 class _Recurrent(OptimizedModule):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 Scaling = Mapping[str, Any]
 
 

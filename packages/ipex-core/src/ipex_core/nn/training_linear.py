@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.nn import functional
 
@@ -18,8 +18,6 @@ from ipex_core.kernels.policy import fastest, has_kernel, numbers
 from ipex_core.library.checks import dtype_name
 from ipex_core.module_swap.base import below_autograd, stock_only
 from ipex_core.module_swap.state_dict import FORMER
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -20,8 +21,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 APPROXIMATE = ("none", "tanh")
 

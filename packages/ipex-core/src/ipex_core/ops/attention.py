@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -29,8 +30,6 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check
 from ipex_core.ops.kv_cache import check_index_tensor
-
-Tensor = torch.Tensor
 
 
 def near_shape(query: Tensor, slopes: Tensor | None) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -43,8 +44,6 @@ from ipex_core.ops.kv_cache import (
     gather_blocks,
     quantize,
 )
-
-Tensor = torch.Tensor
 
 OP = "single_query_cached_kv_attention"
 

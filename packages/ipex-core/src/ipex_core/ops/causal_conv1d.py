@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ipex_core.errors import OpArgumentError
@@ -27,8 +28,6 @@ from ipex_core.ops.state_space import (
     check_writable,
     fake_sequence,
 )
-
-Tensor = torch.Tensor
 
 #: Most taps of a filter.
 MAX_TAPS = 64

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     check_device,
@@ -33,8 +34,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import LIBRARY, define, register_op
 from ipex_core.library.spec import Arguments, Sample, check, dtype_name
-
-Tensor = torch.Tensor
 
 MAGIC = 0x49504558_53484D31
 LINE = 64

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.config.isa_levels import LEVEL_FEATURES
@@ -26,8 +27,6 @@ from ipex_core.ops.linear import activate, check_activation, stored_dtype
 from ipex_core.ops.state_space import check_shaped
 from ipex_core.packing import dense
 from ipex_core.packing.dense import check_packed
-
-Tensor = torch.Tensor
 
 #: Limit of sizes that are given as numbers.
 MOST = 4096

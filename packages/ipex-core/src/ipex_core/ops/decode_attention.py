@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -39,8 +40,6 @@ from ipex_core.ops.kv_cache import (
     dequantize,
     quantize,
 )
-
-Tensor = torch.Tensor
 
 OP = "decode_attention"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -20,8 +21,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample
-
-Tensor = torch.Tensor
 
 
 def _one_group(

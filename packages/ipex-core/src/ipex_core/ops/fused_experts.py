@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -32,8 +33,6 @@ from ipex_core.ops.moe import (
 )
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
-
-Tensor = torch.Tensor
 
 GATES = ("silu", "gelu", "gelu_tanh", "swigluoai")
 #: The last one has no gate.

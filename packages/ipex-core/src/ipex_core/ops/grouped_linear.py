@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -35,7 +36,6 @@ from ipex_core.ops.linear import (
 from ipex_core.packing import dense
 from ipex_core.packing.dense import interleave_gate_up
 
-Tensor = torch.Tensor
 OP = "grouped_linear"
 
 

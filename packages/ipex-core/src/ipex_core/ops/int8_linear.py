@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     SUM_TOLERANCE,
@@ -31,8 +32,6 @@ from ipex_core.ops.linear import (
 )
 from ipex_core.ops.quantize import check_scale, choose, codes
 from ipex_core.packing import int8 as _packed_int8
-
-Tensor = torch.Tensor
 
 
 def int8_randn(*shape: int, seed: int = 0) -> Tensor:

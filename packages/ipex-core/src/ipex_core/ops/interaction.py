@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -21,8 +22,6 @@ from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 from ipex_core.ops.int8_linear import int8_randn
 from ipex_core.ops.quantize import check_scale, codes
-
-Tensor = torch.Tensor
 
 _FORWARD, _BACKWARD = "interaction", "interaction_backward"
 

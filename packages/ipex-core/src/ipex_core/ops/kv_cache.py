@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -31,8 +32,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 _INDEX = (torch.int32, torch.int64)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     SUM_TOLERANCE,
@@ -23,8 +24,6 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.softmax import check_drop, drop
-
-Tensor = torch.Tensor
 
 
 def _normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

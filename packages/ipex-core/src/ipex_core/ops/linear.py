@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -24,8 +25,6 @@ from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 from ipex_core.packing import dense
 from ipex_core.packing.dense import PANEL, check_packed, deinterleave_gate_up, interleave_gate_up
-
-Tensor = torch.Tensor
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 GATES = ("none", "silu", "gelu", "gelu_tanh")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.checks import (
@@ -22,8 +23,6 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.state_space import check_writable
-
-Tensor = torch.Tensor
 
 
 def _operands(

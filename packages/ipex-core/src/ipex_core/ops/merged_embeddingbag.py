@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ipex_core.library.checks import (
@@ -23,8 +24,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import FLOATS, PORTABLE, Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -31,8 +32,6 @@ from ipex_core.ops.merged_embeddingbag import (
     indices_for,
     large_tables,
 )
-
-Tensor = torch.Tensor
 
 _SGD, _ADAGRAD = "merged_embeddingbag_sgd", "merged_embeddingbag_adagrad"
 

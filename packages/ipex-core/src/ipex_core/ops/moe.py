@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -20,8 +21,6 @@ from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check, 
 from ipex_core.packing import experts as _experts
 from ipex_core.packing import woq
 from ipex_core.packing.dense import FORMATS, HEADER_BYTES, bytes_text, header_text, read_header
-
-Tensor = torch.Tensor
 
 SCORING = ("softmax", "sigmoid", "sparsemixer")
 

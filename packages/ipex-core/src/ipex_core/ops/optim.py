@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     check_device,
@@ -29,8 +30,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import FLOATS, Arguments, Sample
-
-Tensor = torch.Tensor
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import acc, randn
 from ipex_core.library.kernels import register, register_op
@@ -28,8 +29,6 @@ from ipex_core.ops.optim import (
     with_momentum,
     write_param,
 )
-
-Tensor = torch.Tensor
 
 
 def _sgd_fused_step(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     check_device,
@@ -18,8 +19,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 #: Rows that are (almost) zero get this scale: it and its reciprocal are normal numbers.
 LEAST_SCALE = 2.0**-120

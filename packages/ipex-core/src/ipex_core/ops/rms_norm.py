@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -27,8 +28,6 @@ from ipex_core.ops.layer_norm import (
     stock_after_sum,
 )
 from ipex_core.ops.quantize import check_scale, choose, codes
-
-Tensor = torch.Tensor
 
 
 def _normalize(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:

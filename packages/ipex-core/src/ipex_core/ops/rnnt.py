@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.checks import (
@@ -19,8 +20,6 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import FLOATS, Arguments, Sample, check
 from ipex_core.ops.state_space import check_writable
-
-Tensor = torch.Tensor
 
 
 def _rnnt_embedding(table: Tensor, idx: Tensor, sos: int = -1) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ipex_core.errors import OpArgumentError
@@ -21,8 +22,6 @@ from ipex_core.library.checks import (
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample
 from ipex_core.ops.conv import channels_last
-
-Tensor = torch.Tensor
 
 #: Most samples of a bin along one axis.
 MOST_SAMPLES = 4096

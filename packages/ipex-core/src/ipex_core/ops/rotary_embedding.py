@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -28,8 +29,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 MAX_ROTARY_DIM = 1024
 _INDEX = (torch.int32, torch.int64)

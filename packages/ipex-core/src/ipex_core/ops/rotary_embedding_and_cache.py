@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import check_like, check_not_expanded, randn
 from ipex_core.library.kernels import register_op
@@ -29,8 +30,6 @@ from ipex_core.ops.rotary_embedding import (
     table_rows,
     tables,
 )
-
-Tensor = torch.Tensor
 
 _OP = "rotary_embedding_and_cache"
 

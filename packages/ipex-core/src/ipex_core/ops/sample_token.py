@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -19,8 +20,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 _OP = "sample_token"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import (
     acc,
@@ -24,8 +25,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 _LOW = 0xFFFFFFFF
 

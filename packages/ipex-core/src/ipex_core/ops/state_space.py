@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ipex_core.library.checks import (
@@ -21,8 +22,6 @@ from ipex_core.library.checks import (
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check
-
-Tensor = torch.Tensor
 
 ACTIVATIONS = ("none", "silu")
 

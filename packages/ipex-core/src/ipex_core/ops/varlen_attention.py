@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -37,8 +38,6 @@ from ipex_core.ops.kv_cache import (
     gather_blocks,
     quantize,
 )
-
-Tensor = torch.Tensor
 
 OP = "varlen_attention"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -30,8 +31,6 @@ from ipex_core.ops.quantize import choose, codes
 from ipex_core.ops.woq_weight import stock_args, stock_woq_linear, woq_bench, woq_weight
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout, check_woq_packed
-
-Tensor = torch.Tensor
 
 LOWP_MODES = ("none", "fp16", "bf16", "int8")
 ACT_QUANT_MODES = (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import (
@@ -22,8 +23,6 @@ from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import FLOATS, Arguments, BenchCase, Sample, check
 from ipex_core.packing import woq
 from ipex_core.packing.woq import Layout, check_woq_packed
-
-Tensor = torch.Tensor
 
 
 def woq_parts(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.optim.plain import loss_of, plain_step, second
 
@@ -28,7 +29,6 @@ __all__ = [
     "sgd_step",
 ]
 
-Tensor = torch.Tensor
 _Optional = Sequence["Tensor | None"]
 
 

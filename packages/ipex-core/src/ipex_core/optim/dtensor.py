@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.ops.optim import with_momentum
-
-Tensor = torch.Tensor
 
 
 def is_spread(value: Tensor) -> bool:

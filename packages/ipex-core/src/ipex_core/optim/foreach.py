@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-Tensor = torch.Tensor
 _dense = torch.ops.aten.is_non_overlapping_and_dense.default
 #: What the fused op of a group gets: a list for each of its arguments that is one.
 _Lists = list[list[Tensor]]

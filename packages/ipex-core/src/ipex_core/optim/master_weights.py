@@ -15,12 +15,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.module_swap.state_dict import one_entry
 from ipex_core.util.import_hooks import constant_when_traced
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.module_swap.base import original_class
 from ipex_core.optim import dtensor
 
-Tensor = torch.Tensor
 #: What an optimizer keeps of a group of parameters, and of one of them.
 Group = dict[str, Any]
 State = dict[str, Any]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ipex_core.optim import steps
@@ -17,8 +18,6 @@ from ipex_core.optim.plain import PlainOptimizer, check_numbers
 from ipex_core.optim.steps import Call, Group, State, Step
 
 __all__ = ["SGD", "AdamW", "DistLamb", "Lamb", "clip_grad_norm_"]
-
-Tensor = torch.Tensor
 
 #: So late a step that the correction of the means for their start at zero is 1 in float32.
 _LATE = float(1 << 24)

@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.kernels.policy import onednn_supports as supports
 from ipex_core.library.spec import CHANNELS_LAST, schema_of
 
 __all__ = ["conv", "linear", "supports"]
-
-Tensor = torch.Tensor
 
 _LIBRARY = torch.library.Library("ipex_core", "FRAGMENT")
 

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ipex_core.packing.dense import deinterleave_gate_up
 from ipex_core.packing.woq import dequantize, read_layout
-
-Tensor = torch.Tensor
 
 #: Rows for which oneDNN lays out a linear weight. Measured: a hint of 1 costs up to 10 % at large M, no hint costs a
 #: look-up per call; 128 is within 2 % of the best at every M from 1 to 4096.

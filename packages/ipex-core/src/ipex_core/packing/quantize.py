@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_core.util.symbolic import tracing
-
-Tensor = torch.Tensor
 
 #: The formats by their id in the binary format.
 FORMATS = {"int8": 3, "int4": 4, "nf4": 5, "fp4": 6, "fp8_e4m3": 7, "fp8_e5m2": 8}

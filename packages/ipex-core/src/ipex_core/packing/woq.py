@@ -18,6 +18,7 @@ import dataclasses
 import struct
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.checks import read_once
 from ipex_core.library.spec import check, dtype_name
@@ -57,8 +58,6 @@ __all__ = [
     "stored_scale_dtype",
     "unpack",
 ]
-
-Tensor = torch.Tensor
 
 #: k of the low and of the high nibble (None for byte formats) of the four bytes of a column.
 _NIBBLE_K = {

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 
-Tensor = torch.Tensor
 _OP = "shard_low_precision_checkpoint"
 
 _METHODS = ("gptq", "awq", "rtn", "auto-round", "int8")

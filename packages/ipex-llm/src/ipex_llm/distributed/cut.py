@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_llm.arch import ExpertsPlan, LinearPlan
@@ -106,9 +106,6 @@ def split_features(
         f"optimize: tp_group must have at most as many ranks as {what} has pieces, got {ranks} ranks for {size}"
         f" features in pieces of {grains[-1]}"
     )
-
-
-Tensor = torch.Tensor
 
 
 def _weight(module: nn.Module) -> nn.Parameter:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_llm.arch import DecoderPlan
@@ -41,8 +41,6 @@ from ipex_llm.distributed.shard import (
 )
 from ipex_llm.records import is_sharded, update
 from ipex_quant.weight_only.replace import replace_linears_from_checkpoint
-
-Tensor = torch.Tensor
 
 
 def divisible(model: nn.Module, parallel: TensorParallel, grains: Sequence[int]) -> DecoderPlan:

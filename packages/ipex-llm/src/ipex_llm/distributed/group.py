@@ -13,14 +13,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core import distributed
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import FLOATS
 from ipex_core.program import ProgramBuilder, Register
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

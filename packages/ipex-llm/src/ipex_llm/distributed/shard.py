@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_llm.arch import (
@@ -45,7 +45,6 @@ from ipex_llm.distributed.group import (
 )
 from ipex_llm.records import record_of, update
 
-Tensor = torch.Tensor
 T = TypeVar("T")
 
 # Numbers that attention modules keep for the shapes they make.

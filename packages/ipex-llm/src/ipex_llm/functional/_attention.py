@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import call
@@ -22,7 +23,6 @@ __all__ = [
     "varlen_fwd",
 ]
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

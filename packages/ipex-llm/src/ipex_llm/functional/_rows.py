@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.checks import check_like, dtype_name
@@ -15,7 +16,6 @@ from ipex_core.nn.ipex_api import lora
 from ipex_core.ops.rms_norm import of_rows, times
 from ipex_core.util import also_named
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
+from torch import Tensor
 
 __all__ = ["hf_beam_sample", "hf_beam_search", "hf_greedy_search", "hf_sample"]
-
-Tensor = torch.Tensor
 
 #: Arguments of the former methods that are fields of a generation config.
 _FIELDS = (

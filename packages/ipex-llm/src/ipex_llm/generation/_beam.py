@@ -16,10 +16,9 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_llm.generation._loop import Loop, Stop
-
-Tensor = torch.Tensor
 
 #: What is added to the score of a beam that must not be chosen.
 _NEVER = -1e9

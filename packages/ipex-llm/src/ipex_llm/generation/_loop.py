@@ -8,11 +8,10 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_llm.kv_cache.transformers import CacheState, state_of_cache
 from ipex_llm.model_runner import Runner
-
-Tensor = torch.Tensor
 
 #: Tokens of one call while a prompt is read: bounds the memory of activations, large enough for full speed.
 CHUNK = 4096

@@ -27,14 +27,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.nn.moe import pack_experts
 from ipex_core.optimization.transformers import attention_forward
 
 __all__ = ["flash_attn_forward", "layers", "supports_flash_attn", "write_kernel_hub"]
 
-Tensor = torch.Tensor
 _NAME, _VERSION = "ipex-kernels", 1
 _SOURCE = '''# SPDX-License-Identifier: Apache-2.0
 """Layers of ipex; they need the package ipex-llm: pip install 'ipex[cpu]'."""

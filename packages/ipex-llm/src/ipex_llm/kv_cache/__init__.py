@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import IpexError
 from ipex_core.ops.kv_cache import QUANTIZED
@@ -110,8 +111,6 @@ def format_bytes(count: float) -> str:
         count /= 1024
     return f"{count:.1f} TiB"
 
-
-Tensor = torch.Tensor
 
 #: Names of cache dtypes, as options give them.
 CACHE_DTYPES: dict[str, torch.dtype | None] = {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.module_swap.base import set_class
@@ -25,8 +25,6 @@ from ipex_llm.kv_cache.transformers import (
     state_of_cache,
 )
 from ipex_llm.records import KEY, Record
-
-Tensor = torch.Tensor
 
 
 class _Memory:

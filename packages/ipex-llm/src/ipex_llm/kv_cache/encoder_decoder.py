@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.module_swap.base import set_class
 from ipex_llm.records import KEY, Record, update
@@ -20,8 +21,6 @@ from ipex_llm.records import KEY, Record, update
 if TYPE_CHECKING:
     from ipex_llm.model_runner.encoder_decoder import PairRunner
 
-
-Tensor = torch.Tensor
 
 #: Tokens that there is room for at first, and at least as many more when it grows.
 ROOM = 64

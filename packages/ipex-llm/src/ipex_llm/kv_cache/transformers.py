@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.module_swap.base import set_class
 from ipex_llm.kv_cache import (
@@ -29,8 +30,6 @@ from ipex_llm.records import KEY, Record
 
 if TYPE_CHECKING:
     from ipex_llm.model_runner import Runner
-
-Tensor = torch.Tensor
 
 #: Rows of a block: a beam that leaves its neighbors copies at most so many rows.
 BLOCK = 32

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -18,8 +19,6 @@ from ipex_quant.formats.gguf import GgufFile, entries, files_of
 from ipex_quant.util.safetensors import NAMES, is_file_name
 
 __all__ = ["is_gguf", "load_gguf", "model_config", "quantization_config", "read_file", "tensors"]
-
-Tensor = torch.Tensor
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 #: Where tools have put the configuration when it was not in config.json.

@@ -23,12 +23,11 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core import woq
 from ipex_core.errors import OpArgumentError
 from ipex_core.packing.quantize import unpack_nibbles
-
-Tensor = torch.Tensor
 
 #: Scheme -> format of `ipex_core.woq` and the group size that is usual.
 SCHEMES = {

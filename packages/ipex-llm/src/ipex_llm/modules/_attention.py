@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import check
 from ipex_core.module_swap.base import call
@@ -15,7 +15,6 @@ from ipex_core.util import also_named
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 

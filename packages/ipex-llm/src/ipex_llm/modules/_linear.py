@@ -10,15 +10,13 @@ object with the same state dict. In training mode, and where a gradient is requi
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.nn import OptimizedLinear
 from ipex_core.nn.functional import linear as run
 from ipex_core.nn.linear import finish, lower_linear
 from ipex_core.nn.merged_linear import GatedPair
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
-
-Tensor = torch.Tensor
 
 
 def _checked(owner: nn.Module, name: str, module: object) -> nn.Module:

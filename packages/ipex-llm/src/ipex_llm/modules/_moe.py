@@ -8,15 +8,13 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.nn.moe import PackedExperts, gated_mlp_moe, pack_experts, pack_woq_experts
 from ipex_llm.modules._norm import as_parameter
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
-
-Tensor = torch.Tensor
 
 _OP = "GatedMLPMOE"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

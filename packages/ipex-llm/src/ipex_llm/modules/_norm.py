@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import check
 from ipex_core.nn.ipex_api import state_space
 from ipex_core.nn.rope import rope_tables
 from ipex_llm import functional
 from ipex_llm.modules.utils import IPEXRuntimeCustomOps
-
-Tensor = torch.Tensor
 
 
 def as_parameter(value: Tensor) -> nn.Parameter:

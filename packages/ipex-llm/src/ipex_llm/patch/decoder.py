@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.module_swap.base import original_class
 from ipex_llm.arch import ShiftPlan
@@ -70,7 +70,6 @@ def kv_dtype(module: nn.Module) -> torch.dtype | None:
     return None if patch is None else patch.kv
 
 
-Tensor = torch.Tensor
 logger = logging.getLogger("ipex.llm")
 _told: set[str] = set()
 _silent: contextvars.ContextVar[bool] = contextvars.ContextVar("_silent", default=False)

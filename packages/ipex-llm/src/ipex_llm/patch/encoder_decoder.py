@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.module_swap.base import as_original, original_class, swap
 from ipex_core.module_swap.state_dict import update as update_core
@@ -23,8 +23,6 @@ from ipex_llm.model_runner.dense import UnsupportedPlan
 from ipex_llm.model_runner.encoder_decoder import PairRunner
 from ipex_llm.patch.decoder import Patch, Reason, given_cache, patch_of, tell, usable_runner
 from ipex_llm.records import record_of, update, without
-
-Tensor = torch.Tensor
 
 #: Arguments that say nothing about what is computed here, or are looked at.
 _KNOWN = frozenset(

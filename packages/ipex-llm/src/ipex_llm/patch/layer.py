@@ -13,7 +13,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch.detect import Facts
 from ipex_llm.kv_cache import LayerShape, Step
@@ -28,8 +28,6 @@ from ipex_llm.patch.decoder import (
     tell,
 )
 from ipex_llm.records import record_of, recorded, without
-
-Tensor = torch.Tensor
 
 #: Rows that a new cache has room for beyond those that are needed.
 ROOM = 64

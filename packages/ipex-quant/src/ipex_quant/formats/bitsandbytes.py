@@ -18,12 +18,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.packing.quantize import NF4_VALUES, pack_nibbles
 from ipex_quant.weight.tensor import QuantizedWeight
-
-Tensor = torch.Tensor
 
 _STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 #: What belongs to a layer besides its weight and bias.

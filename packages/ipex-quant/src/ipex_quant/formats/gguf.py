@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.packing.quantize import pack_nibbles
 from ipex_quant.weight.tensor import QuantizedWeight
 
-Tensor = torch.Tensor
 #: Unsigned codes ``[R, K]``, scales ``[R, G]``, and what is subtracted: zero points of all, or minima ``[R, G]``.
 Parts = tuple[Tensor, Tensor, int | Tensor]
 

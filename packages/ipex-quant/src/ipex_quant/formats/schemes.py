@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -213,8 +214,6 @@ def _target(op: str, groups: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
-
-Tensor = torch.Tensor
 
 _BLOCK = 128
 _FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_core.packing.quantize import DTYPES, amax, power_of_two_scale, to_fp8
@@ -17,8 +18,6 @@ from ipex_quant.fp8.recipe import DelayedScaling, Format
 from ipex_quant.fp8.tensors import FP8TensorMeta
 
 __all__ = ["Fp8BaseModule", "prepare_backward", "rounded"]
-
-Tensor = torch.Tensor
 
 
 class Fp8BaseModule(torch.nn.Module):

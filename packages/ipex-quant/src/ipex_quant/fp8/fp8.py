@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_core.packing.quantize import power_of_two_scale
@@ -29,8 +30,6 @@ __all__ = [
     "refresh_scales",
     "update_amax_history",
 ]
-
-Tensor = torch.Tensor
 
 
 class _State(threading.local):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ipex_core.library.spec import FLOATS, check
@@ -20,8 +20,6 @@ from ipex_quant.fp8.base import Fp8BaseModule, rounded
 from ipex_quant.fp8.tensors import FP8BwdTensors, FP8FwdTensors
 
 __all__ = ["EMULATED", "FP8Linear"]
-
-Tensor = torch.Tensor
 
 log = logging.getLogger("ipex")
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 __all__ = ["FP8BwdTensors", "FP8FwdTensors", "FP8TensorMeta", "Float8Format"]
-
-Tensor = torch.Tensor
 
 
 class FP8FwdTensors(IntEnum):

@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import check
 from ipex_core.module_swap.state_dict import update
@@ -26,8 +26,6 @@ __all__ = [
     "convert_rec",
     "prepare_fp8",
 ]
-
-Tensor = torch.Tensor
 
 
 def cast_if_needed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,12 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ipex_core.errors import OpArgumentError
-
-Tensor = torch.Tensor
 
 #: Functions that move elements, whatever they are.
 MOVES = frozenset(

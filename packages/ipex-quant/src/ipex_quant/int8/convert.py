@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -39,8 +39,6 @@ from ipex_quant.int8.state import Prepared, detach, forget, replan, scales_of_la
 from ipex_quant.qconfig.static import default_dynamic_qconfig
 from ipex_quant.util.modules import dtypes_of, keep_dtypes, replace_module
 from ipex_quant.weight_only.convert import quantize_linears
-
-Tensor = torch.Tensor
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
 from torch.utils._pytree import tree_map
 
@@ -25,8 +25,6 @@ from ipex_quant.int8.dataflow import tensors_of
 from ipex_quant.int8.plan import Layer
 from ipex_quant.qconfig.static import QConfigSmoothQuant
 from ipex_quant.weight_only.convert import stacks
-
-Tensor = torch.Tensor
 
 #: Rows of an activation that are kept to choose alpha.
 _SAMPLE = 256

@@ -16,12 +16,11 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.kernels import define
 from ipex_core.library.spec import CHANNELS_LAST, FUNCTIONAL, PORTABLE, check, schema_of
-
-Tensor = torch.Tensor
 
 _LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -53,7 +53,6 @@ from ipex_quant.util.modules import (
     saved_parts,
 )
 
-Tensor = torch.Tensor
 Progress = Callable[[int, int, str], None]
 
 _KINDS: dict[str, Any] = {

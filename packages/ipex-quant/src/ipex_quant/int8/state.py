@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping
 
 from ipex_quant.int8.boundary import Scale
@@ -26,7 +25,6 @@ from ipex_quant.int8.plan import Layer, Plan, fusable_activations, make_plan
 
 #: What `prepare` gives a model, which keeps its state in the two functions.
 _ATTRIBUTES = ("q_config", "save_qconf_summary", "load_qconf_summary")
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -23,7 +23,6 @@ from ipex_quant.int8.plan import Layer, float_layer
 from ipex_quant.int8.state import Prepared, renew, scales_of_layers, state_of
 from ipex_quant.util.safetensors import DAMAGE
 
-Tensor = torch.Tensor
 log = logging.getLogger("ipex")
 #: Kinds of entries of products of activations.
 _KINDS: dict[type[nn.Module], str] = {MatMul: "torch.matmul", Interaction: "interaction"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -63,9 +63,6 @@ from ipex_quant.weight_only.saving import (
 __all__ = ["is_saved", "load", "no_init", "save"]
 
 # --- save -------------------------------------------------------------------------------------------------------------
-
-
-Tensor = torch.Tensor
 
 
 def save(

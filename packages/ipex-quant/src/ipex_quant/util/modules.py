@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-
-Tensor = torch.Tensor
+from torch import Tensor, nn
 
 #: What makes the encoder layers of torch read the weights of their parts instead of calling the parts.
 _SHORT_CUTS: tuple[tuple[type[nn.Module], str, Any], ...] = (

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import IpexError
-
-Tensor = torch.Tensor
 
 #: Names of element types in the header.
 DTYPES = {

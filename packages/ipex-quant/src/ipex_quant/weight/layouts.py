@@ -7,12 +7,11 @@ import math
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_core.packing.quantize import pack_nibbles
 from ipex_quant.weight.tensor import QuantizedWeight, is_integer
-
-Tensor = torch.Tensor
 
 BITS = (2, 3, 4, 8)
 #: Columns turned into rows at a time.

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core import woq
 from ipex_core.library.spec import check
@@ -47,8 +48,6 @@ __all__ = [
     "quantize_per_block",
     "quantize_per_channel",
 ]
-
-Tensor = torch.Tensor
 
 #: Weights quantized at a time: float32 copies of more than that would be larger than the layer.
 _PART = 1 << 18

@@ -23,15 +23,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core import woq
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.packing.parameter import PackedWeight, hollow
 from ipex_core.packing.quantize import CODEBOOKS, FORMATS, QWEIGHT_DTYPES, unpack_nibbles
-
-Tensor = torch.Tensor
 
 #: Groups that the packed format can have.
 _SMALLEST, _LARGEST = 16, 256

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import check
 from ipex_quant.util.modules import patterns_of
@@ -31,7 +31,6 @@ from ipex_quant.weight_only.gptq import (
     replace_layer,
 )
 
-Tensor = torch.Tensor
 log = logging.getLogger("ipex")
 
 #: Output features of a layer from which its scales are found.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import IpexError
 from ipex_core.library.spec import FLOATS, check
@@ -98,9 +98,6 @@ def _check_counts(folder: Path, config: Any, tensors: int, depth: int = 0) -> No
 
 
 # --- from arguments to a quantized weight -----------------------------------------------------------------------------
-
-
-Tensor = torch.Tensor
 
 
 def dtype_of(weight: QuantizedWeight) -> WoqWeightDtype:

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import check
 from ipex_core.util import progress as show_progress
 from ipex_core.util import return_free_memory
 from ipex_quant.weight_only.convert import is_linear, stacks
-
-Tensor = torch.Tensor
 
 #: Arguments with which a block would remember what it saw.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")

@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import check
 from ipex_quant.formats.bitsandbytes import PARTS, bnb_weight
@@ -56,7 +56,6 @@ from ipex_quant.weight_only.linear import WeightOnlyQuantizedLinear
 
 __all__ = ["linear_from", "quantized_names", "read_checkpoint", "read_linear"]
 
-Tensor = torch.Tensor
 log = logging.getLogger("ipex")
 
 #: What tells that a layer is quantized.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.quantization import QConfigMapping
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -312,9 +312,6 @@ def _quantize(
 
 
 # --- several layers that read one input -------------------------------------------------------------------------------
-
-
-Tensor = torch.Tensor
 
 
 def combine_linears(

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import FLOATS, check
 from ipex_quant.qconfig.weight_only import QConfigWoq
@@ -41,8 +41,6 @@ from ipex_quant.weight_only.saving import (
 
 # --- one weight -------------------------------------------------------------------------------------------------------
 
-
-Tensor = torch.Tensor
 
 #: Columns whose errors are carried to the rest at once.
 _BLOCK = 128

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -50,8 +50,6 @@ __all__ = [
     "WoqLinearModule",
     "WoqWeightFormat",
 ]
-
-Tensor = torch.Tensor
 
 
 @contextlib.contextmanager

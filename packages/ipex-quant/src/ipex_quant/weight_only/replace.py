@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import check
 from ipex_quant.formats.schemes import method_of
@@ -20,7 +20,6 @@ from ipex_quant.weight_only.build import as_qconfig, dtype_of
 from ipex_quant.weight_only.checkpoint import linear_from, quantized_names, read_linear
 from ipex_quant.weight_only.saving import describe_saved
 
-Tensor = torch.Tensor
 _OP = "replace_linears_from_checkpoint"
 _FOUR_BITS = (WoqWeightDtype.INT4, WoqWeightDtype.NF4, WoqWeightDtype.FP4, WoqWeightDtype.MXFP4)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
@@ -34,7 +34,6 @@ from ipex_quant.util.safetensors import (
 from ipex_quant.weight_only.checkpoint import quantized_names
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-Tensor = torch.Tensor
 #: dtype and shape of tensors by name.
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.packing.quantize import pack_nibbles, unpack_nibbles
@@ -37,7 +37,6 @@ from ipex_quant.weight.tensor import QuantizedWeight
 from ipex_quant.weight_only.checkpoint import linear_from
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-Tensor = torch.Tensor
 _FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 _FOUR_BITS = ("int4", "uint4", "int3", "uint3", "int2", "uint2", "int1", "uint1")
 

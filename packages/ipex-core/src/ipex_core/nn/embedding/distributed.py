@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ipex_core.module_swap.base import check_recorded
@@ -23,7 +24,6 @@ from ipex_core.nn.embedding.tables import (
     forward_bags,
 )
 
-Tensor = torch.Tensor
 _Way = Callable[[Tensor, Sequence[int], Sequence[int], "dist.ProcessGroup | None"], Tensor]
 
 #: How rows are exchanged in each group, found by trying.

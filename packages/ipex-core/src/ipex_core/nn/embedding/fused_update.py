@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.kernels import run_op
 from ipex_core.nn.embedding.tables import (
@@ -23,8 +23,6 @@ from ipex_core.nn.embedding.tables import (
     no_trails,
     on_huge_pages,
 )
-
-Tensor = torch.Tensor
 
 
 class SGDArgs(NamedTuple):

@@ -16,15 +16,13 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ipex_core import config
 from ipex_core.library.kernels import run_op
 from ipex_core.module_swap.base import check_recorded
 from ipex_core.ops.merged_embeddingbag import Bags, quantize_table
-
-Tensor = torch.Tensor
 
 
 def linearize(

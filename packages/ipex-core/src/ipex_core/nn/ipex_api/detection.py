@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.kernels import run_op
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 #: What the SSD models of MLPerf use: least score of a box, and boxes per class that are looked at.

@@ -6,14 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ipex_core.library.kernels import autocast_arguments, run_op
 from ipex_core.module_swap.base import transformed
-
-Tensor = torch.Tensor
 
 
 class InteractionFunc(torch.autograd.Function):

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
 from ipex_core.ops.kv_cache import quantize
-
-Tensor = torch.Tensor
 
 #: ``(length carrier, key cache, value cache, beam indices)``
 LayerPast = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import check
-
-Tensor = torch.Tensor
-
 
 #: Names of what says which rows have which adapter.
 _SEQUENCES = ("lora_indices_tensor", "seq_len_tensor", "b_seq_start_loc")

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.kernels import run_op
-
-Tensor = torch.Tensor
 
 
 def _as_rois(boxes: Tensor | Sequence[Tensor]) -> Tensor:

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import OpArgumentError
-
-Tensor = torch.Tensor
 
 
 def _activation(op: str, activation: str | None) -> str:

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.nn.ipex_api.roi_align_helper import roi_align
 
 __all__ = ["RoIAlign"]
-
-Tensor = torch.Tensor
 
 
 class RoIAlign(nn.Module):

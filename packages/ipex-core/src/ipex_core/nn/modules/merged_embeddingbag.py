@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.nn.embedding import (
     AdaGradArgs,
@@ -35,8 +36,6 @@ __all__ = [
     "merged_embeddingbag_sgd",
     "merged_embeddingbag_with_cat",
 ]
-
-Tensor = torch.Tensor
 
 
 def _call(

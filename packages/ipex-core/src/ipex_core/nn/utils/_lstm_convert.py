@@ -18,8 +18,6 @@ from ipex_core.module_swap.base import set_class
 
 __all__ = ["_LSTM", "replace_lstm_with_ipex_lstm"]
 
-Tensor = torch.Tensor
-
 
 class _LSTM(nn.LSTM):
     """`torch.nn.LSTM` that takes input of any floating dtype; the same parameters and state dict."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -24,8 +25,6 @@ from ipex_core.library.spec import FLOATS
 from ipex_llm.integrations.vllm.cpu_platform import CACHE_DTYPES, MAX_HEAD_SIZE, check_cache_dtype
 
 __all__ = ["IpexAttentionBackend", "IpexAttentionImpl", "IpexMetadata", "IpexMetadataBuilder"]
-
-Tensor = torch.Tensor
 
 #: Kinds without a cache: queries, keys and values are of the same tokens.
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

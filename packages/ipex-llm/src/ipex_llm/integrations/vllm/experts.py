@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.util import return_free_memory
-
-Tensor = torch.Tensor
 
 _ORACLE = "vllm.model_executor.layers.fused_moe.oracle.unquantized"
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ipex_llm.integrations.vllm import speculative_ops, state_ops
-
-Tensor = torch.Tensor
 
 
 def _mla_decode_kvcache(

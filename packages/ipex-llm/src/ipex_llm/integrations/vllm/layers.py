@@ -12,8 +12,8 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
 _log = logging.getLogger("ipex")
 
 #: Class in vLLM -> module that has it.

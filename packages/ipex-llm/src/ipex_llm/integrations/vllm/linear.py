@@ -12,12 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear as plain_linear
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.util import return_free_memory
-
-Tensor = torch.Tensor
 
 _UTILS = "vllm.model_executor.layers.utils"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
     Fp8BlockScaledMMLinearKernel,
@@ -19,8 +20,6 @@ from vllm.scalar_type import scalar_types
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.util import return_free_memory
-
-Tensor = torch.Tensor
 
 #: Type of vLLM -> bits, format of ipex, and what a code without zero points means: ``code - zero``.
 _TYPES = {

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.nn.moe import pack_woq_experts
 from ipex_core.util import return_free_memory
 from ipex_llm.integrations.vllm import experts
-
-Tensor = torch.Tensor
 
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 _KERNEL = "vllm.model_executor.layers.fused_moe.modular_kernel"

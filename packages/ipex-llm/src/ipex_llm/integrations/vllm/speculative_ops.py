@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def _ranges(sums: Tensor) -> Iterator[tuple[int, int, int]]:

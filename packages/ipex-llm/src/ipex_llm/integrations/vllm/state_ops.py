@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
@@ -25,8 +26,6 @@ __all__ = [
     "mamba_chunk_scan_fwd_cpu",
     "selective_state_update_cpu",
 ]
-
-Tensor = torch.Tensor
 
 
 def _take(cache: Tensor, slots: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm import forward_context
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import has_kv_transfer_group
@@ -24,8 +25,6 @@ from ipex_core.precompiled.writes import Writing
 from ipex_core.program import Program, Register
 from ipex_llm.distributed import TensorParallel
 from ipex_llm.integrations.vllm.attention import IpexAttentionImpl, IpexMetadata
-
-Tensor = torch.Tensor
 
 OP = "vllm::unified_attention_with_output.default"
 #: vLLM's sum over the ranks of a group, which it names.

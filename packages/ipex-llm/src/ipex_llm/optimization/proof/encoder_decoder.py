@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch.encoder_decoder import PairPlan
 from ipex_llm.optimization.proof import prove
@@ -21,8 +21,6 @@ from ipex_llm.optimization.proof.small import config_of, reach, small_model
 from ipex_llm.patch.decoder import silence
 
 __all__ = ["prove_pair"]
-
-Tensor = torch.Tensor
 
 #: Rows of the encoder.
 ROWS = 11

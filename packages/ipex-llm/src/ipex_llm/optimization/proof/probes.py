@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.module_swap.base import original_class
 from ipex_llm.arch.detect import parameter_names
 from ipex_llm.arch.detect.trace import PICTURE, special_tokens
 from ipex_llm.patch.decoder import RESTARTS
-
-Tensor = torch.Tensor
 
 #: Calls that a forward can notice before it computes: where a probe of one fails, such calls run the stock forward.
 CALLS = frozenset({"padding", "padding without position_ids", "position_ids", "generate", RESTARTS})

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import FLOATS
 from ipex_quant.int8.boundary import Codes, Early, Scale, plain, take
 from ipex_quant.util.modules import WholeModule
 from ipex_quant.weight.tensor import ShowsFloatWeight
-
-Tensor = torch.Tensor
 
 
 def result_dtype(x: Any) -> torch.dtype:

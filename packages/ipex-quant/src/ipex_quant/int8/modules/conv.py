@@ -14,12 +14,11 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_quant.int8.modules import Int8Layer, codes_or_float, result_dtype
 from ipex_quant.int8.ops import ACTIVATIONS, int8_conv, int8_conv_sum_
 
-Tensor = torch.Tensor
 #: Beyond any stride or padding.
 _LARGEST = 1 << 31
 

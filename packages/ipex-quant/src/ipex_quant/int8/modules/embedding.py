@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.nn.embedding import MergedEmbeddingBagWithCat
 from ipex_core.ops.merged_embeddingbag import quantize_table
 from ipex_quant.int8.modules import Int8Module
 from ipex_quant.int8.ops import TAIL, embedding_bag
 from ipex_quant.weight.tensor import ShowsFloatWeight
-
-Tensor = torch.Tensor
 
 #: Modules that have a form with 8-bit rows.
 TABLES = (nn.EmbeddingBag, MergedEmbeddingBagWithCat)

@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ipex_core.ops  # noqa: F401  (registers torch.ops.ipex)
 from ipex_core.nn.functional import interaction
 from ipex_core.ops.int8_linear import MOST_DEPTH
 from ipex_quant.int8.boundary import Codes, Scale, plain
 from ipex_quant.int8.modules import ScaledModule, check_floats, read_scale, result_dtype
-
-Tensor = torch.Tensor
 
 #: Why products of activations stay float.
 NOT_NAMED = "products of activations are INT8 if the configuration names them"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_quant.int8.boundary import Codes, Scale, plain
 from ipex_quant.int8.modules import (
@@ -18,7 +18,6 @@ from ipex_quant.int8.modules import (
 )
 from ipex_quant.int8.ops import int8_conv
 
-Tensor = torch.Tensor
 _F = nn.functional
 _MAX: dict[type[nn.Module], int] = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
 _AVG: dict[type[nn.Module], int] = {nn.AvgPool1d: 1, nn.AvgPool2d: 2}

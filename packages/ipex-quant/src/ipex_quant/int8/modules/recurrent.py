@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.nn.quantized import dynamic
 from torch.ao.quantization import default_dynamic_qconfig as stock_dynamic_qconfig
 from torch.nn.utils.rnn import PackedSequence
@@ -19,8 +19,6 @@ from ipex_core.module_swap.base import set_class
 from ipex_core.util import quiet
 from ipex_quant.int8.modules import check_codes, check_floats
 from ipex_quant.util.modules import recurrent_options
-
-Tensor = torch.Tensor
 
 #: Weights of a layer: with fewer, quantizing each step takes longer than reading them in float (measured with 1 and 2
 #: threads: 0.5x to 0.7x of the speed of float at 33 thousand, 0.9x to 2.5x at half a million, 2x to 3.5x at 2 million).

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex.compat.torch_ops import alias_op
 from ipex_core.errors import OpArgumentError
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ipex.compat.torch_ops import alias_op, python_op
 from ipex.compat.torch_ops.woq import PackedLinear, lowp_name
 from ipex_core.errors import OpArgumentError
 from ipex_core.packing.dense import read_header
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 _linear = torch.nn.functional.linear
 

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex.compat.torch_ops import alias_op
 from ipex_core.errors import OpArgumentError
 from ipex_core.library.spec import check
 from ipex_core.packing.quantize import DTYPES, amax, to_fp8
-
-Tensor = torch.Tensor
 
 
 @alias_op("dynamic_scaled_fp8_quant", mutates=("out", "scale"))

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ipex.compat.torch_ops import alias_op
 from ipex_core.errors import OpArgumentError
 from ipex_core.ops.rms_norm import of_rows, times
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 #: Ops on one input and a bias -> activations of ``torch.ops.ipex.linear``.

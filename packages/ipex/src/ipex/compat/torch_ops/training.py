@@ -7,12 +7,11 @@ An empty ``param2`` of a step stands for none. float64 runs without a kernel.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ipex.compat.torch_ops import alias_op
 from ipex_core.library.kernels import run_op
 from ipex_core.optim.plain import second
-
-Tensor = torch.Tensor
 
 _ops = torch.ops.ipex
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from ipex.compat.torch_ops import alias_op, python_op
 from ipex_core.errors import OpArgumentError
 
-Tensor = torch.Tensor
 _OPS = torch.ops.ipex
 
 #: Names of weight dtypes -> formats of ``torch.ops.ipex.pack_woq_weight``.
