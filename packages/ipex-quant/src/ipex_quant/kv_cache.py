@@ -59,13 +59,8 @@ class KVCacheScales:
         Args:
             dtype: Of the cache: int8, float8_e4m3fn or float8_e5m2.
         """
-        check(
-            dtype in _LARGEST,
-            "KVCacheScales",
-            "dtype",
-            f"be one of {', '.join(map(str, _LARGEST))}",
-            dtype,
-        )
+        fits = dtype in _LARGEST
+        check(fits, "KVCacheScales", "dtype", f"be one of {', '.join(map(str, _LARGEST))}", dtype)
         largest = _LARGEST[dtype]
         pairs = zip(self.keys, self.values, strict=True)
         return tuple((k / largest, v / largest) for k, v in pairs)

@@ -166,13 +166,8 @@ def check_vector(
     check_kind(op, name, value, x, or_float32=True)
     wanted = x.shape[-1] if size is None else size
     source = "x.shape[-1]" if size is None else "out_features"
-    check(
-        value.dim() == 1 and value.shape[0] == wanted,
-        op,
-        name,
-        f"be 1-D of size {source} = {wanted}",
-        list(value.shape),
-    )
+    fits = value.dim() == 1 and value.shape[0] == wanted
+    check(fits, op, name, f"be 1-D of size {source} = {wanted}", list(value.shape))
 
 
 def check_broadcastable(

@@ -159,13 +159,8 @@ def check_head_size(op: str, size: int) -> None:
 
 def check_head_groups(op: str, heads: int, kv_heads: int) -> None:
     """Check that query heads share the heads of the cache in groups of one size."""
-    check(
-        kv_heads > 0 and heads % kv_heads == 0,
-        op,
-        "key_cache",
-        f"have a number of heads that divides the {heads} heads of query",
-        kv_heads,
-    )
+    text = f"have a number of heads that divides the {heads} heads of query"
+    check(kv_heads > 0 and heads % kv_heads == 0, op, "key_cache", text, kv_heads)
 
 
 def check_head_vector(op: str, name: str, value: Tensor | None, heads: int, query: Tensor) -> None:
@@ -190,13 +185,9 @@ def check_mask(
     if mask is None:
         return
     check_device(op, "mask", mask, query, "query")
-    check(
-        mask.dtype in (torch.bool, torch.float32, query.dtype),
-        op,
-        "mask",
-        f"have dtype bool, float32 or the dtype of query = {dtype_name(query.dtype)}",
-        dtype_name(mask.dtype),
-    )
+    fits = mask.dtype in (torch.bool, torch.float32, query.dtype)
+    text = f"have dtype bool, float32 or the dtype of query = {dtype_name(query.dtype)}"
+    check(fits, op, "mask", text, dtype_name(mask.dtype))
     check_broadcastable(op, "mask", mask, scores, "the scores")
 
 
@@ -303,32 +294,17 @@ def _check(a: Arguments) -> None:
     for name, tensor in (("key", a.key), ("value", a.value)):
         check_kind(a.op, name, tensor, a.query, "query")
     batch, heads, q_length, size = a.query.shape
-    a.require(
-        a.key.dim() == 4 and a.key.shape[0] == batch and a.key.shape[3] == size,
-        "key",
-        f"have shape [{batch}, H, S, {size}]",
-        list(a.key.shape),
-    )
-    a.require(
-        list(a.value.shape) == list(a.key.shape),
-        "value",
-        f"have the shape of key = {list(a.key.shape)}",
-        list(a.value.shape),
-    )
-    a.require(
-        a.key.shape[1] > 0 and heads % a.key.shape[1] == 0,
-        "key",
-        f"have a number of heads that divides the {heads} heads of query",
-        a.key.shape[1],
-    )
+    fits = a.key.dim() == 4 and a.key.shape[0] == batch and a.key.shape[3] == size
+    a.require(fits, "key", f"have shape [{batch}, H, S, {size}]", list(a.key.shape))
+    fits = list(a.value.shape) == list(a.key.shape)
+    a.require(fits, "value", f"have the shape of key = {list(a.key.shape)}", list(a.value.shape))
+    text = f"have a number of heads that divides the {heads} heads of query"
+    a.require(a.key.shape[1] > 0 and heads % a.key.shape[1] == 0, "key", text, a.key.shape[1])
     if a.mask is not None:
         check_device(a.op, "mask", a.mask, a.query, "query")
-        a.require(
-            a.mask.dtype in (torch.bool, torch.float32, a.query.dtype),
-            "mask",
-            f"have dtype bool, float32 or the dtype of query = {dtype_name(a.query.dtype)}",
-            dtype_name(a.mask.dtype),
-        )
+        fits = a.mask.dtype in (torch.bool, torch.float32, a.query.dtype)
+        text = f"have dtype bool, float32 or the dtype of query = {dtype_name(a.query.dtype)}"
+        a.require(fits, "mask", text, dtype_name(a.mask.dtype))
         scores = (batch, heads, q_length, a.key.shape[2])
         check_broadcastable(a.op, "mask", a.mask, scores, "the scores")
     check_options(a, batch, heads)

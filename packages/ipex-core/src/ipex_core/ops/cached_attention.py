@@ -146,12 +146,9 @@ def _check(a: Arguments) -> None:
     a.require(fine, "output", "have a contiguous last dimension", f"stride {stride}")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
     check_caches(a, "query", shape)
-    a.require(
-        a.key_cache.shape[2] == a.block_size and a.key_cache.shape[3] == size,
-        "key_cache",
-        f"have shape [num_blocks, kv_heads, {a.block_size}, {size}]",
-        list(a.key_cache.shape),
-    )
+    fits = a.key_cache.shape[2] == a.block_size and a.key_cache.shape[3] == size
+    text = f"have shape [num_blocks, kv_heads, {a.block_size}, {size}]"
+    a.require(fits, "key_cache", text, list(a.key_cache.shape))
     a.require(a.block_size > 0, "block_size", "be positive")
     check_head_groups(OP, heads, a.key_cache.shape[1])
     if a.head_mapping is not None:
@@ -409,32 +406,23 @@ def _indirect_check(a: Arguments) -> None:
     check_head_size(INDIRECT_OP, size)
     check_score_scale(INDIRECT_OP, "scale", a.scale)
     check_kind(INDIRECT_OP, "key", a.key, a.query, "query")
-    a.require(
-        a.key.dim() == 4 and (*a.key.shape[:2], a.key.shape[3]) == (sequences, queries, size),
-        "key",
-        f"have shape [{sequences}, {queries}, kv_heads, {size}]",
-        list(a.key.shape),
-    )
+    fits = a.key.dim() == 4 and (*a.key.shape[:2], a.key.shape[3]) == (sequences, queries, size)
+    text = f"have shape [{sequences}, {queries}, kv_heads, {size}]"
+    a.require(fits, "key", text, list(a.key.shape))
     check_like(INDIRECT_OP, "value", a.value, a.key, "key")
     shape = "[max_positions, sequences, kv_heads, head_size]"
     check_caches(a, "query", shape, written=True)
     kv_heads = a.key.shape[2]
-    a.require(
-        list(a.key_cache.shape[1:]) == [sequences, kv_heads, size],
-        "key_cache",
-        f"have shape [max_positions, {sequences}, {kv_heads}, {size}]",
-        list(a.key_cache.shape),
-    )
+    fits = list(a.key_cache.shape[1:]) == [sequences, kv_heads, size]
+    text = f"have shape [max_positions, {sequences}, {kv_heads}, {size}]"
+    a.require(fits, "key_cache", text, list(a.key_cache.shape))
     check_head_groups(INDIRECT_OP, heads, kv_heads)
     positions = a.key_cache.shape[0]
     check_device(INDIRECT_OP, "beam_idx", a.beam_idx, a.query, "query")
     check_dtype_in(INDIRECT_OP, "beam_idx", a.beam_idx, torch.int64)
     check_shape(INDIRECT_OP, "beam_idx", a.beam_idx, [positions + 2, sequences])
-    a.require(
-        0 <= a.offset <= positions - queries,
-        "offset",
-        f"be between 0 and max_positions - Q = {positions - queries}",
-    )
+    fits = 0 <= a.offset <= positions - queries
+    a.require(fits, "offset", f"be between 0 and max_positions - Q = {positions - queries}")
     check_mask(INDIRECT_OP, a.mask, a.query, (sequences, heads, queries, a.offset + queries))
     check_head_vector(INDIRECT_OP, "alibi_slopes", a.alibi_slopes, heads, a.query)
 
@@ -445,13 +433,8 @@ def _histories(
     """Return for each sequence the column of the row at each position."""
     indices = beam_idx.tolist()
     prompts = indices[positions + 1][0]
-    check(
-        prompts > 0 and sequences % prompts == 0,
-        INDIRECT_OP,
-        "beam_idx",
-        f"hold in its last row a number of prompts that divides {sequences}",
-        prompts,
-    )
+    text = f"hold in its last row a number of prompts that divides {sequences}"
+    check(prompts > 0 and sequences % prompts == 0, INDIRECT_OP, "beam_idx", text, prompts)
     columns = []
     for s in range(sequences):
         column, history = s, [s] * queries

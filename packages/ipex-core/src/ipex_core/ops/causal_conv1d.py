@@ -180,12 +180,9 @@ def _update_check(a: Arguments) -> None:
     check_activation(a.op, a.activation)
     if a.cache_seqlens is not None:
         check_device(a.op, "cache_seqlens", a.cache_seqlens, a.x)
-        a.require(
-            a.cache_seqlens.dtype in (torch.int32, torch.int64),
-            "cache_seqlens",
-            "have dtype int32 or int64",
-            dtype_name(a.cache_seqlens.dtype),
-        )
+        fits = a.cache_seqlens.dtype in (torch.int32, torch.int64)
+        text = "have dtype int32 or int64"
+        a.require(fits, "cache_seqlens", text, dtype_name(a.cache_seqlens.dtype))
         check_shape(a.op, "cache_seqlens", a.cache_seqlens, [batch])
 
 

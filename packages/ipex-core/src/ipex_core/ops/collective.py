@@ -261,13 +261,8 @@ def _all_gather(
         result.narrow(-1, starts[rank], sizes[rank]).copy_(x)
         return _sum_over_backend(result, group).to(x.dtype)
     buffer = SharedBuffer("all_gather_columns", memory, rank)
-    check(
-        len(sizes) == buffer.ranks,
-        "all_gather_columns",
-        "sizes",
-        f"have one entry per rank = {buffer.ranks}",
-        len(sizes),
-    )
+    text = f"have one entry per rank = {buffer.ranks}"
+    check(len(sizes) == buffer.ranks, "all_gather_columns", "sizes", text, len(sizes))
     rows = math.prod(x.shape[:-1])
     flat = x.contiguous().view(-1)
     wide = result.view(rows, -1) if result.numel() else result

@@ -126,12 +126,9 @@ def _check(a: Arguments) -> None:
     check_head_size(OP, size)
     check_score_scale(OP, "scale", a.scale)
     check_caches(a, "query", "[B, kv_heads, S, D]")
-    a.require(
-        a.key_cache.shape[0] == batch and a.key_cache.shape[3] == size,
-        "key_cache",
-        f"have shape [{batch}, kv_heads, S, {size}]",
-        list(a.key_cache.shape),
-    )
+    fits = a.key_cache.shape[0] == batch and a.key_cache.shape[3] == size
+    text = f"have shape [{batch}, kv_heads, S, {size}]"
+    a.require(fits, "key_cache", text, list(a.key_cache.shape))
     check_head_groups(OP, heads, a.key_cache.shape[1])
     if a.lengths is not None:
         check_index_tensor(OP, "lengths", a.lengths, 1, a.query)

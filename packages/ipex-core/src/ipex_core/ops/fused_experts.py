@@ -378,18 +378,12 @@ def _check(a: Arguments) -> None:
     _check_bias(x, "w2_bias", a.w2_bias, [experts, hidden])
     _check_shared(a, quantized, pair)
     check_one_of(a.op, "lowp_mode", a.lowp_mode, ("none", "fp16", "bf16"))
-    a.require(
-        quantized or a.lowp_mode == "none" or not has_data(a.w13),
-        "lowp_mode",
-        "be none for weights that are not quantized",
-    )
+    fits = quantized or a.lowp_mode == "none" or not has_data(a.w13)
+    a.require(fits, "lowp_mode", "be none for weights that are not quantized")
     a.require(a.num_experts >= 0, "num_experts", "be 0 or more")
     total = a.num_experts or experts
-    a.require(
-        0 <= a.experts_start_id <= total - experts,
-        "experts_start_id",
-        f"be between 0 and num_experts - {experts} = {total - experts}",
-    )
+    text = f"be between 0 and num_experts - {experts} = {total - experts}"
+    a.require(0 <= a.experts_start_id <= total - experts, "experts_start_id", text)
     # Only the data tell, so tensors without data (fake tensors during a trace) pass.
     if has_data(a.topk_ids):
         ids = a.topk_ids.cpu().long()
@@ -567,11 +561,8 @@ def _linear_check(a: Arguments) -> None:
     rows = a.x.dim() == 2 or a.x.shape[1] == shape[1]
     a.require(rows, "x", f"have a row for each of {shape[1]} ids", list(a.x.shape))
     check_one_of(LINEAR_OP, "lowp_mode", a.lowp_mode, ("none", "fp16", "bf16"))
-    a.require(
-        quantized or a.lowp_mode == "none" or not has_data(packed),
-        "lowp_mode",
-        "be none for weights that are not quantized",
-    )
+    fits = quantized or a.lowp_mode == "none" or not has_data(packed)
+    a.require(fits, "lowp_mode", "be none for weights that are not quantized")
     if a.weights is not None:
         check_kind(LINEAR_OP, "weights", a.weights, a.x, or_float32=True)
         check_shape(LINEAR_OP, "weights", a.weights, shape)

@@ -134,12 +134,8 @@ def _check(a: Arguments) -> None:
     n = weight_rows(a.out_features, a.gate)
     check_device(OP, "offsets", a.offsets, a.x)
     check_dtype_in(OP, "offsets", a.offsets, torch.int32, torch.int64)
-    a.require(
-        a.offsets.dim() == 1 and a.offsets.shape[0] > 0,
-        "offsets",
-        "be 1-D and not empty",
-        list(a.offsets.shape),
-    )
+    fits = a.offsets.dim() == 1 and a.offsets.shape[0] > 0
+    a.require(fits, "offsets", "be 1-D and not empty", list(a.offsets.shape))
     groups = a.offsets.shape[0] - 1
     check_device(OP, "packed_weight", a.packed_weight, a.x)
     check_packed_rows(OP, "packed_weight", a.packed_weight, groups, n, a.x.shape[1], a.x.dtype)

@@ -267,12 +267,8 @@ def _check(a: Arguments) -> None:
     a.require(a.act_quant in ("per_token", "per_tensor"), "act_quant", "be per_token or per_tensor")
     _check_activations(a)
     result = result_dtype(a.x, a.dtype)
-    a.require(
-        result in (*FLOATS, *_CODES),
-        "dtype",
-        "be float32, bfloat16, float16, int8 or uint8",
-        dtype_name(result),
-    )
+    fits = result in (*FLOATS, *_CODES)
+    a.require(fits, "dtype", "be float32, bfloat16, float16, int8 or uint8", dtype_name(result))
     if result in _CODES:
         check_scale(_OP, "output_scale", a.output_scale)
         low = -128 if result == torch.int8 else 0
@@ -485,12 +481,8 @@ def _matmul_check(a: Arguments) -> None:
         f"have a.shape[-1] rows and leading sizes that broadcast with a of shape {list(a.a.shape)}"
     )
     a.require(fits, "b", text, list(a.b.shape))
-    a.require(
-        max(a.a.dim(), a.b.dim()) <= _MOST_DIMS,
-        "a",
-        f"have at most {_MOST_DIMS} dimensions",
-        a.a.dim(),
-    )
+    fits = max(a.a.dim(), a.b.dim()) <= _MOST_DIMS
+    a.require(fits, "a", f"have at most {_MOST_DIMS} dimensions", a.a.dim())
     depth = a.a.shape[-1]
     a.require(depth <= MOST_DEPTH, "a", f"have at most {MOST_DEPTH} columns", depth)
     for name, scale, zero in (("a", a.a_scale, a.a_zero), ("b", a.b_scale, a.b_zero)):

@@ -85,13 +85,9 @@ def check_cache_kind(op: str, kind: str, key_cache: Tensor) -> None:
     """Check what the argument ``kv_cache_dtype`` demands of the caches."""
     check_one_of(op, "kv_cache_dtype", kind, _KINDS)
     wanted = _KINDS[kind]
-    check(
-        wanted is None or key_cache.dtype == wanted,
-        op,
-        "key_cache",
-        f"have dtype {dtype_name(wanted or key_cache.dtype)} for kv_cache_dtype {kind}",
-        dtype_name(key_cache.dtype),
-    )
+    fits = wanted is None or key_cache.dtype == wanted
+    text = f"have dtype {dtype_name(wanted or key_cache.dtype)} for kv_cache_dtype {kind}"
+    check(fits, op, "key_cache", text, dtype_name(key_cache.dtype))
 
 
 def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -> None:
@@ -100,13 +96,8 @@ def check_row_scales(op: str, name: str, scales: Tensor | None, cache: Tensor) -
         return
     check_device(op, name, scales, cache, "key_cache")
     check_dtype_in(op, name, scales, torch.float32)
-    check(
-        cache.dtype == torch.int8,
-        op,
-        name,
-        "be None unless the cache is int8",
-        f"a cache of dtype {dtype_name(cache.dtype)}",
-    )
+    text = "be None unless the cache is int8"
+    check(cache.dtype == torch.int8, op, name, text, f"a cache of dtype {dtype_name(cache.dtype)}")
     shape = list(cache.shape[:3])
     check_shape(op, name, scales, shape)
 
@@ -122,13 +113,8 @@ def check_lengths(op: str, lengths: Sequence[int], rows: int) -> None:
 def check_longest(op: str, lengths: Sequence[int], max_context_len: int) -> None:
     """Check that ``max_context_len`` covers all ``lengths``. Reads data: references call it, fakes do not."""
     longest = max(lengths, default=0)
-    check(
-        longest <= max_context_len,
-        op,
-        "max_context_len",
-        f"be at least the largest of context_lens, {longest}",
-        max_context_len,
-    )
+    text = f"be at least the largest of context_lens, {longest}"
+    check(longest <= max_context_len, op, "max_context_len", text, max_context_len)
 
 
 def check_block_tables(
@@ -307,20 +293,14 @@ def _check(a: Arguments) -> None:
     check_like(a.op, "value", a.value, a.key, "key")
     shape = "[num_blocks, kv_heads, block_size, head_size]"
     check_caches(a, "key", shape, written=True)
-    a.require(
-        a.key_cache.shape[1] == a.key.shape[1] and a.key_cache.shape[3] == a.key.shape[2],
-        "key_cache",
-        f"have shape [num_blocks, {a.key.shape[1]}, block_size, {a.key.shape[2]}]",
-        list(a.key_cache.shape),
-    )
+    fits = a.key_cache.shape[1] == a.key.shape[1] and a.key_cache.shape[3] == a.key.shape[2]
+    text = f"have shape [num_blocks, {a.key.shape[1]}, block_size, {a.key.shape[2]}]"
+    a.require(fits, "key_cache", text, list(a.key_cache.shape))
     check_device(a.op, "slot_mapping", a.slot_mapping, a.key, "key")
     check_dtype_in(a.op, "slot_mapping", a.slot_mapping, torch.int32, torch.int64)
-    a.require(
-        a.slot_mapping.dim() == 1 and a.slot_mapping.shape[0] == a.key.shape[0],
-        "slot_mapping",
-        f"be 1-D of size key.shape[0] = {a.key.shape[0]}",
-        list(a.slot_mapping.shape),
-    )
+    fits = a.slot_mapping.dim() == 1 and a.slot_mapping.shape[0] == a.key.shape[0]
+    text = f"be 1-D of size key.shape[0] = {a.key.shape[0]}"
+    a.require(fits, "slot_mapping", text, list(a.slot_mapping.shape))
     check_cache_kind(a.op, a.kv_cache_dtype, a.key_cache)
     for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
         fine = scale > 0 and math.isfinite(scale)
@@ -330,12 +310,9 @@ def _check(a: Arguments) -> None:
     for name, scales in (("key_scales", a.key_scales), ("value_scales", a.value_scales)):
         if scales is not None:
             check_not_expanded(a.op, name, scales)
-    a.require(
-        (a.key_scales is None) == (a.value_scales is None),
-        "value_scales",
-        "be given if and only if key_scales are",
-        "None" if a.value_scales is None else "a tensor",
-    )
+    fits = (a.key_scales is None) == (a.value_scales is None)
+    text = "be given if and only if key_scales are"
+    a.require(fits, "value_scales", text, "None" if a.value_scales is None else "a tensor")
 
 
 def _samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -302,12 +302,8 @@ def _pack(weight: Tensor) -> Tensor:
 
 def _pack_check(a: Arguments) -> None:
     check_tensor(a.op, "weight", a.weight)
-    a.require(
-        a.weight.dim() == 2 and 0 not in a.weight.shape,
-        "weight",
-        "be 2-D and not empty",
-        list(a.weight.shape),
-    )
+    fits = a.weight.dim() == 2 and 0 not in a.weight.shape
+    a.require(fits, "weight", "be 2-D and not empty", list(a.weight.shape))
 
 
 def _pack_fake(a: Arguments) -> Tensor:

@@ -205,12 +205,9 @@ def adapter_of_sequences(
 def check_lora(a: Arguments) -> None:
     """Check a call of any of the six ops."""
     check_tensor(a.op, "weights", a.weights)
-    a.require(
-        a.weights.dim() == 3 or (a.weights.dim() == 4 and a.weights.shape[1] == 1),
-        "weights",
-        "have shape [adapters, outputs, inputs] or [adapters, 1, outputs, inputs]",
-        list(a.weights.shape),
-    )
+    fits = a.weights.dim() == 3 or (a.weights.dim() == 4 and a.weights.shape[1] == 1)
+    text = "have shape [adapters, outputs, inputs] or [adapters, 1, outputs, inputs]"
+    a.require(fits, "weights", text, list(a.weights.shape))
     check_kind(a.op, "input", a.input, a.weights, "weights", or_float32=True)
     outputs, inputs = a.weights.shape[-2:]
     shape = list(a.input.shape)

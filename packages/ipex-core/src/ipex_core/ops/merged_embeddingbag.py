@@ -37,13 +37,8 @@ def _check_index(op: str, name: str, value: Tensor, weight: Tensor, dtype: torch
     check_device(op, name, value, weight, "weights[0]")
     check_tensor(op, name, value, _INDEX_DTYPES)
     check(value.dim() == 1, op, name, "be 1-D", f"{value.dim()}-D")
-    check(
-        value.dtype == dtype,
-        op,
-        name,
-        f"have the dtype of indices[0] = {dtype_name(dtype)}",
-        dtype_name(value.dtype),
-    )
+    text = f"have the dtype of indices[0] = {dtype_name(dtype)}"
+    check(value.dtype == dtype, op, name, text, dtype_name(value.dtype))
 
 
 def check_bags(a: Arguments, dtypes: Sequence[torch.dtype] = FLOATS) -> None:

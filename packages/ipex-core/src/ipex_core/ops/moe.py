@@ -132,27 +132,18 @@ def _check(a: Arguments) -> None:
         0 < a.top_k <= experts, "top_k", f"be between 1 and the number of experts = {experts}"
     )
     if a.num_expert_group > 1:
-        a.require(
-            experts % a.num_expert_group == 0,
-            "num_expert_group",
-            f"divide the number of experts = {experts}",
-        )
-        a.require(
-            0 < a.topk_group <= a.num_expert_group,
-            "topk_group",
-            f"be between 1 and num_expert_group = {a.num_expert_group}",
-        )
+        fits = experts % a.num_expert_group == 0
+        a.require(fits, "num_expert_group", f"divide the number of experts = {experts}")
+        fits = 0 < a.topk_group <= a.num_expert_group
+        a.require(fits, "topk_group", f"be between 1 and num_expert_group = {a.num_expert_group}")
         most = a.topk_group * (experts // a.num_expert_group)
         a.require(a.top_k <= most, "top_k", f"be at most the {most} experts of topk_group")
     else:
         a.require(a.num_expert_group >= 0, "num_expert_group", "be 0 or more")
     a.require(a.jitter >= 0, "jitter", "be 0 or more")
     bias = a.e_score_correction_bias
-    a.require(
-        a.scoring_func != "sparsemixer" or (a.num_expert_group <= 1 and bias is None),
-        "scoring_func",
-        "be softmax or sigmoid with groups or a bias",
-    )
+    fits = a.scoring_func != "sparsemixer" or (a.num_expert_group <= 1 and bias is None)
+    a.require(fits, "scoring_func", "be softmax or sigmoid with groups or a bias")
     if bias is not None:
         check_device(a.op, "e_score_correction_bias", bias, a.router_logits, "router_logits")
         a.require(
@@ -333,13 +324,9 @@ def check_quantized_expert(
     good = packed.dtype == torch.uint8 and packed.dim() == 2 and packed.is_contiguous()
     good = good and packed.shape[0] > 0 and packed.shape[1] >= HEADER_BYTES
     layout = woq.read_layout(packed[index]) if good else None
-    check(
-        layout is not None and (layout.n, layout.k, layout.order) == (rows, in_features, "dot"),
-        op,
-        name,
-        f"be quantized weights of shape [E, {out_features}, {in_features}] packed with order dot",
-        header_text(packed[index]) if good else bytes_text(packed),
-    )
+    fits = layout is not None and (layout.n, layout.k, layout.order) == (rows, in_features, "dot")
+    text = f"be quantized weights of shape [E, {out_features}, {in_features}] packed with order dot"
+    check(fits, op, name, text, header_text(packed[index]) if good else bytes_text(packed))
     assert layout is not None
     return layout
 
@@ -404,12 +391,8 @@ def _check_shape(op: str, gated: bool, out_features: int, name: str) -> None:
 
 def _pack_check(a: Arguments) -> None:
     check_tensor(a.op, "weight", a.weight)
-    a.require(
-        a.weight.dim() == 3 and 0 not in a.weight.shape,
-        "weight",
-        "be 3-D and not empty",
-        list(a.weight.shape),
-    )
+    fits = a.weight.dim() == 3 and 0 not in a.weight.shape
+    a.require(fits, "weight", "be 3-D and not empty", list(a.weight.shape))
     _check_shape(a.op, a.gated, a.weight.shape[1], "weight.shape[1]")
 
 
@@ -493,12 +476,9 @@ def _stack_check(a: Arguments) -> None:
     a.require(len(a.packed) > 0, "packed", "hold at least one tensor", len(a.packed))
     for one in a.packed:
         same = one.dtype == torch.uint8 and one.dim() == 1 and one.shape == a.packed[0].shape
-        a.require(
-            same and one.shape[0] > 0,
-            "packed",
-            "hold packed weights of one size",
-            f"{dtype_name(one.dtype)} {list(one.shape)}",
-        )
+        fits = same and one.shape[0] > 0
+        text = "hold packed weights of one size"
+        a.require(fits, "packed", text, f"{dtype_name(one.dtype)} {list(one.shape)}")
 
 
 def _stack_samples(dtype: torch.dtype) -> Iterator[Sample]:

@@ -72,13 +72,8 @@ def table_rows(op: str, table: Tensor, query: Tensor, position_ids: Tensor | Non
         rows = flat if flat.shape[0] == lead.numel() else flat[: lead[-1]]
     else:
         for position in position_ids.flatten().tolist():
-            check(
-                0 <= position < flat.shape[0],
-                op,
-                "position_ids",
-                f"hold rows of sin and cos in [0, {flat.shape[0]})",
-                position,
-            )
+            text = f"hold rows of sin and cos in [0, {flat.shape[0]})"
+            check(0 <= position < flat.shape[0], op, "position_ids", text, position)
         rows = flat[position_ids.flatten().long()]
     if rows.shape[0] == lead.numel():
         return rows.reshape(*lead, rows.shape[-1])
@@ -88,13 +83,8 @@ def table_rows(op: str, table: Tensor, query: Tensor, position_ids: Tensor | Non
 def check_rotary_dim(op: str, name: str, rotary_dim: int, head_dim: int) -> None:
     """Check that a part of a head is rotated that consists of pairs."""
     most = min(head_dim, MAX_ROTARY_DIM)
-    check(
-        2 <= rotary_dim <= most and rotary_dim % 2 == 0,
-        op,
-        name,
-        f"be an even number between 2 and {most}",
-        rotary_dim,
-    )
+    fits = 2 <= rotary_dim <= most and rotary_dim % 2 == 0
+    check(fits, op, name, f"be an even number between 2 and {most}", rotary_dim)
 
 
 def check_heads(a: Arguments) -> None:
@@ -388,12 +378,8 @@ def check_rows(op: str, positions: Tensor, count: int) -> None:
 def _check_positions(a: Arguments) -> None:
     dtype = dtype_name(a.positions.dtype)
     a.require(a.positions.dtype in _INDEX, "positions", "have dtype int32, int64", dtype)
-    a.require(
-        a.positions.dim() in (1, 2),
-        "positions",
-        "be 1-D [tokens] or 2-D [batch, positions]",
-        f"{a.positions.dim()}-D",
-    )
+    text = "be 1-D [tokens] or 2-D [batch, positions]"
+    a.require(a.positions.dim() in (1, 2), "positions", text, f"{a.positions.dim()}-D")
     a.require(a.head_size > 0, "head_size", "be positive")
     for name, x in (("query", a.query), ("key", a.key)):
         if x is None:
@@ -411,24 +397,17 @@ def _batched_check(a: Arguments) -> None:
     check_rotary_dim(_OP, "rot_dim", a.rot_dim, a.head_size)
     cache = a.cos_sin_cache
     check_kind(_OP, "cos_sin_cache", cache, a.query, "query", or_float32=True)
-    a.require(
-        cache.dim() == 2 and cache.shape[1] == a.rot_dim,
-        "cos_sin_cache",
-        f"be 2-D with rot_dim = {a.rot_dim} columns",
-        list(cache.shape),
-    )
+    fits = cache.dim() == 2 and cache.shape[1] == a.rot_dim
+    text = f"be 2-D with rot_dim = {a.rot_dim} columns"
+    a.require(fits, "cos_sin_cache", text, list(cache.shape))
     if a.cos_sin_cache_offsets is None:
         return
     offsets, name = a.cos_sin_cache_offsets, "cos_sin_cache_offsets"
     check_device(_OP, name, offsets, a.query, "query")
     dtype = dtype_name(offsets.dtype)
     a.require(offsets.dtype in _INDEX, name, "have dtype int32, int64", dtype)
-    a.require(
-        offsets.numel() == a.positions.numel(),
-        name,
-        f"have an entry for each of {a.positions.numel()} tokens",
-        list(offsets.shape),
-    )
+    text = f"have an entry for each of {a.positions.numel()} tokens"
+    a.require(offsets.numel() == a.positions.numel(), name, text, list(offsets.shape))
 
 
 def _check_shape(a: Arguments, name: str, x: Tensor) -> None:

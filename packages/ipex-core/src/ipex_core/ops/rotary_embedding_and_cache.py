@@ -105,13 +105,8 @@ def cache_places(
     assert position_ids is not None
     batch, length = query.shape[:2]
     for position in position_ids.flatten().tolist():
-        check(
-            position < block_size,
-            _OP,
-            "position_ids",
-            f"be below the {block_size} rows of key_cache without slot_mapping",
-            position,
-        )
+        text = f"be below the {block_size} rows of key_cache without slot_mapping"
+        check(position < block_size, _OP, "position_ids", text, position)
     positions = position_ids.long().reshape(-1, length).expand(batch, length)
     starts = torch.arange(batch, device=query.device).unsqueeze(1) * block_size
     return (starts + positions).flatten()
@@ -125,12 +120,9 @@ def _check(a: Arguments) -> None:
     shape = "[num_blocks, kv_heads, block_size, head_dim]"
     check_caches(a, "query", shape, written=True)
     heads, size = a.key.shape[-2:]
-    a.require(
-        a.key_cache.shape[1] == heads and a.key_cache.shape[3] == size,
-        "key_cache",
-        f"have shape [num_blocks, {heads}, block_size, {size}]",
-        list(a.key_cache.shape),
-    )
+    fits = a.key_cache.shape[1] == heads and a.key_cache.shape[3] == size
+    text = f"have shape [num_blocks, {heads}, block_size, {size}]"
+    a.require(fits, "key_cache", text, list(a.key_cache.shape))
     check_not_expanded(_OP, "query", a.query)
     a.require(a.k_scale > 0, "k_scale", "be positive", f"{a.k_scale:g}")
     a.require(a.v_scale > 0, "v_scale", "be positive", f"{a.v_scale:g}")
@@ -138,21 +130,14 @@ def _check(a: Arguments) -> None:
     tokens = math.prod(a.query.shape[:-2])
     if a.slot_mapping is not None:
         check_index_tensor(_OP, "slot_mapping", a.slot_mapping, 1, a.query)
-        a.require(
-            a.slot_mapping.shape[0] == tokens,
-            "slot_mapping",
-            f"have an entry for each of {tokens} tokens",
-            list(a.slot_mapping.shape),
-        )
+        fits = a.slot_mapping.shape[0] == tokens
+        text = f"have an entry for each of {tokens} tokens"
+        a.require(fits, "slot_mapping", text, list(a.slot_mapping.shape))
         return
     a.require(a.query.dim() == 4, "query", "be 4-D without slot_mapping", f"{a.query.dim()}-D")
     a.require(a.position_ids is not None, "position_ids", "be given without slot_mapping", None)
-    a.require(
-        a.key_cache.shape[0] >= a.query.shape[0],
-        "key_cache",
-        f"have a block for each of {a.query.shape[0]} sequences without slot_mapping",
-        list(a.key_cache.shape),
-    )
+    text = f"have a block for each of {a.query.shape[0]} sequences without slot_mapping"
+    a.require(a.key_cache.shape[0] >= a.query.shape[0], "key_cache", text, list(a.key_cache.shape))
 
 
 def _cache(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

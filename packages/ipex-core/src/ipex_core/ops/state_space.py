@@ -170,12 +170,8 @@ def _check(a: Arguments) -> None:
     check_like(a.op, "delta", a.delta, a.u, "u")
     check_kind(a.op, "A", a.A, a.u, "u", or_float32=True)
     batch, dim, length = a.u.shape
-    a.require(
-        a.A.dim() == 2 and a.A.shape[0] == dim and a.A.shape[1] > 0,
-        "A",
-        f"have shape [{dim}, N]",
-        list(a.A.shape),
-    )
+    fits = a.A.dim() == 2 and a.A.shape[0] == dim and a.A.shape[1] > 0
+    a.require(fits, "A", f"have shape [{dim}, N]", list(a.A.shape))
     size = a.A.shape[1]
     for name, value in (("B", a.B), ("C", a.C)):
         check_kind(a.op, name, value, a.u, "u", or_float32=True)
@@ -411,12 +407,8 @@ def _with_head(value: Tensor, dims: int, at: int) -> Tensor:
 
 def _update_check(a: Arguments) -> None:
     check_tensor(a.op, "x", a.x)
-    a.require(
-        a.state.dim() in (3, 4),
-        "state",
-        "be 3-D [B, D, N] or 4-D [B, H, D, N]",
-        f"{a.state.dim()}-D",
-    )
+    fits = a.state.dim() in (3, 4)
+    a.require(fits, "state", "be 3-D [B, D, N] or 4-D [B, H, D, N]", f"{a.state.dim()}-D")
     check_kind(a.op, "state", a.state, a.x, or_float32=True)
     shape = list(a.state.shape)
     a.require(shape[-1] > 0, "state", "have a last dimension that is not empty", shape)
@@ -430,12 +422,9 @@ def _update_check(a: Arguments) -> None:
         check_kind(a.op, name, value, a.x, or_float32=True)
         got = list(value.shape)
         grouped = value.dim() == 3 and got[1] > 0 and heads % got[1] == 0
-        a.require(
-            got == [batch, size] or (grouped and got == [batch, got[1], size]),
-            name,
-            f"have shape [{batch}, {size}] or [{batch}, G, {size}] where G divides {heads}",
-            got,
-        )
+        fits = got == [batch, size] or (grouped and got == [batch, got[1], size])
+        text = f"have shape [{batch}, {size}] or [{batch}, G, {size}] where G divides {heads}"
+        a.require(fits, name, text, got)
     check_shaped(a.op, "D", a.D, shape[1:-1], a.x, "x", or_float32=True)
     check_shaped(a.op, "z", a.z, shape[:-1], a.x, "x", or_float32=True)
     check_shaped(a.op, "dt_bias", a.dt_bias, shape[1:-1], a.x, "x", or_float32=True)

@@ -128,12 +128,8 @@ def _check(a: Arguments) -> None:
     a.require(a.key.dim() == 3 and a.key.shape[2] == size, "key", text, list(a.key.shape))
     text = f"have the shape of key = {list(a.key.shape)}"
     a.require(list(a.value.shape) == list(a.key.shape), "value", text, list(a.value.shape))
-    a.require(
-        a.key.shape[1] > 0 and heads % a.key.shape[1] == 0,
-        "key",
-        f"have a number of heads that divides the {heads} heads of query",
-        a.key.shape[1],
-    )
+    text = f"have a number of heads that divides the {heads} heads of query"
+    a.require(a.key.shape[1] > 0 and heads % a.key.shape[1] == 0, "key", text, a.key.shape[1])
     check_offset_tensor(OP, "seqlen_q", a.seqlen_q, a.query)
     check_offset_tensor(OP, "seqlen_k", a.seqlen_k, a.query, a.seqlen_q.shape[0])
     a.require(a.pdropout == 0, "pdropout", "be 0", f"{a.pdropout:g}")
@@ -357,18 +353,12 @@ def _flash_check(a: Arguments) -> None:
     heads, size = a.query.shape[1:]
     layout = "[num_blocks, kv_heads, block_size, head_size]"
     check_caches(a, "query", layout)
-    a.require(
-        a.key_cache.shape[2] > 0 and a.key_cache.shape[3] == size,
-        "key_cache",
-        f"have shape [num_blocks, kv_heads, block_size, {size}]",
-        list(a.key_cache.shape),
-    )
-    a.require(
-        a.key_cache.shape[1] > 0 and heads % a.key_cache.shape[1] == 0,
-        "key_cache",
-        f"have a number of heads that divides the {heads} heads of query",
-        a.key_cache.shape[1],
-    )
+    fits = a.key_cache.shape[2] > 0 and a.key_cache.shape[3] == size
+    text = f"have shape [num_blocks, kv_heads, block_size, {size}]"
+    a.require(fits, "key_cache", text, list(a.key_cache.shape))
+    fits = a.key_cache.shape[1] > 0 and heads % a.key_cache.shape[1] == 0
+    text = f"have a number of heads that divides the {heads} heads of query"
+    a.require(fits, "key_cache", text, a.key_cache.shape[1])
     check_offset_tensor(FLASH_OP, "cu_seqlens_q", a.cu_seqlens_q, a.query)
     check_offset_tensor(
         FLASH_OP, "cu_seqlens_kv", a.cu_seqlens_kv, a.query, a.cu_seqlens_q.shape[0]

@@ -155,18 +155,12 @@ def _check(a: Arguments) -> None:
     n = weight_rows(a.out_features, a.gate)
     layout = check_woq_packed(a.op, "packed_weight", a.packed_weight, n, a.x.shape[-1])
     order = "vnni" if a.lowp_mode == "int8" else "dot"
-    a.require(
-        layout is None or layout.order == order,
-        "packed_weight",
-        f"be packed with order {order} for lowp_mode {a.lowp_mode}",
-        "" if layout is None else layout.order,
-    )
-    a.require(
-        layout is None or order == "dot" or layout.groups == 1 or layout.group <= 65536,
-        "packed_weight",
-        "have groups of at most 65536 features for lowp_mode int8",
-        "" if layout is None else layout.group,
-    )
+    fits = layout is None or layout.order == order
+    text = f"be packed with order {order} for lowp_mode {a.lowp_mode}"
+    a.require(fits, "packed_weight", text, "" if layout is None else layout.order)
+    fits = layout is None or order == "dot" or layout.groups == 1 or layout.group <= 65536
+    text = "have groups of at most 65536 features for lowp_mode int8"
+    a.require(fits, "packed_weight", text, "" if layout is None else layout.group)
     check_operands(a)
 
 

@@ -232,31 +232,19 @@ def _pack_check(a: Arguments) -> None:
     dtype = woq.QWEIGHT_DTYPES[a.format]
     check_dtype_in(a.op, "qweight", a.qweight, dtype)
     columns = -(-a.in_features // 2) if woq.is_nibble(a.format) else a.in_features
-    a.require(
-        a.qweight.dim() == 2 and a.qweight.shape[0] > 0 and a.qweight.shape[1] == columns,
-        "qweight",
-        f"have shape [N, {columns}] with N > 0",
-        list(a.qweight.shape),
-    )
+    fits = a.qweight.dim() == 2 and a.qweight.shape[0] > 0 and a.qweight.shape[1] == columns
+    a.require(fits, "qweight", f"have shape [N, {columns}] with N > 0", list(a.qweight.shape))
     n, groups = a.qweight.shape[0], -(-a.in_features // group)
     for name, value in (("scales", a.scales), ("zeros", a.zeros), ("g_idx", a.g_idx)):
         if value is not None:
             check_device(a.op, name, value, a.qweight, "qweight")
-    a.require(
-        woq.stored_scale_dtype(a.scales) in woq.SCALE_DTYPES,
-        "scales",
-        f"have dtype {_SCALE_NAMES}",
-        dtype_name(a.scales.dtype),
-    )
+    fits = woq.stored_scale_dtype(a.scales) in woq.SCALE_DTYPES
+    a.require(fits, "scales", f"have dtype {_SCALE_NAMES}", dtype_name(a.scales.dtype))
     by_block = a.format.startswith("fp8") and a.group_size == 128
     block_shape = [-(-n // 128), groups]
     expected = f"have shape [{n}, {groups}]" + (f" or {block_shape}" if by_block else "")
-    a.require(
-        list(a.scales.shape) == [n, groups] or (by_block and list(a.scales.shape) == block_shape),
-        "scales",
-        expected,
-        list(a.scales.shape),
-    )
+    fits = list(a.scales.shape) == [n, groups] or (by_block and list(a.scales.shape) == block_shape)
+    a.require(fits, "scales", expected, list(a.scales.shape))
     if a.zeros is not None:
         _check_zeros(a, [n, groups])
     if a.g_idx is not None:
@@ -396,12 +384,9 @@ def _unpack_check(a: Arguments) -> None:
     a.require(a.out_features > 0, "out_features", "be positive")
     a.require(a.in_features > 0, "in_features", "be positive")
     check_group_size(a)
-    a.require(
-        a.scale_dtype in (torch.uint8, *woq.SCALE_DTYPES),
-        "scale_dtype",
-        "be float32, bfloat16, float16, float8_e8m0fnu or uint8",
-        dtype_name(a.scale_dtype),
-    )
+    fits = a.scale_dtype in (torch.uint8, *woq.SCALE_DTYPES)
+    text = "be float32, bfloat16, float16, float8_e8m0fnu or uint8"
+    a.require(fits, "scale_dtype", text, dtype_name(a.scale_dtype))
     check_one_of(a.op, "zeros", a.zeros, woq.ZEROS)
     layout = _layout(
         *(a.out_features, a.in_features, a.format, a.group_size, a.scale_dtype),

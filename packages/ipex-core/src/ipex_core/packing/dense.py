@@ -89,13 +89,8 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         >>> interleave_gate_up(torch.zeros(40), torch.ones(40)).view(4, 32).sum(1)
         tensor([ 0., 32.,  0.,  8.])
     """
-    check(
-        gate.shape == up.shape,
-        "interleave_gate_up",
-        "up",
-        f"have shape {list(gate.shape)}",
-        list(up.shape),
-    )
+    fits = gate.shape == up.shape
+    check(fits, "interleave_gate_up", "up", f"have shape {list(gate.shape)}", list(up.shape))
     check(gate.dim() >= 1, "interleave_gate_up", "gate", "have at least 1 dimension(s)", "0-D")
     n = gate.shape[0]
     blocks = -(-n // PANEL)

@@ -64,10 +64,6 @@ def check_header(
     """Check that a packed tensor holds the weight it should; tensors without data pass."""
     if type(packed) is not torch.Tensor or packed.is_meta:
         return
-    check(
-        dense.read_header(packed) == (FORMAT, out_features, in_features),
-        op,
-        name,
-        f"be a weight of shape [{out_features}, {in_features}] packed by pack_int8_weight",
-        dense.header_text(packed),
-    )
+    fits = dense.read_header(packed) == (FORMAT, out_features, in_features)
+    text = f"be a weight of shape [{out_features}, {in_features}] packed by pack_int8_weight"
+    check(fits, op, name, text, dense.header_text(packed))

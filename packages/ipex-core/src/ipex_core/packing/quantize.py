@@ -102,13 +102,8 @@ def quantize(
     check(weight.dim() == 2, op, "weight", "be 2-D", list(weight.shape))
     check(format in FORMATS, op, "format", f"be one of {', '.join(FORMATS)}", format)
     check(group_size == -1 or group_size > 0, op, "group_size", "be -1 or positive", group_size)
-    check(
-        symmetric or format in ("int8", "int4"),
-        op,
-        "symmetric",
-        f"be True for format {format}",
-        symmetric,
-    )
+    fits = symmetric or format in ("int8", "int4")
+    check(fits, op, "symmetric", f"be True for format {format}", symmetric)
     n, k = weight.shape
     group = k if group_size == -1 else min(group_size, max(k, 1))
     groups = -(-k // group) if k else 0

@@ -278,23 +278,13 @@ def check_woq_packed(
     Only the data tell, so of tensors without data (fake tensors during a trace) just dtype and shape are checked.
     """
     expected = f"be a weight of shape [{out_features}, {in_features}] packed by pack_woq_weight"
-    check(
-        packed.dtype == torch.uint8 and packed.dim() == 1,
-        op,
-        name,
-        expected,
-        f"{dtype_name(packed.dtype)} {list(packed.shape)}",
-    )
+    fits = packed.dtype == torch.uint8 and packed.dim() == 1
+    check(fits, op, name, expected, f"{dtype_name(packed.dtype)} {list(packed.shape)}")
     if type(packed) is not torch.Tensor or packed.is_meta:
         return None
     layout = read_layout(packed)
-    check(
-        layout is not None and (layout.n, layout.k) == (out_features, in_features),
-        op,
-        name,
-        expected,
-        dense.header_text(packed if layout else packed[:0]),
-    )
+    fits = layout is not None and (layout.n, layout.k) == (out_features, in_features)
+    check(fits, op, name, expected, dense.header_text(packed if layout else packed[:0]))
     return layout
 
 

@@ -93,13 +93,8 @@ def check_pointwise(
         for i, operand in enumerate(operands):
             value = f"operand {i} of instruction {number}"
             if i < taken:
-                check(
-                    0 <= operand < known + number,
-                    op,
-                    value,
-                    f"be in [0, {known + number})",
-                    operand,
-                )
+                fits = 0 <= operand < known + number
+                check(fits, op, value, f"be in [0, {known + number})", operand)
             else:
                 check(operand == -1, op, value, "be -1", operand)
 

@@ -158,13 +158,8 @@ def pad(x: torch.Tensor, padding: list[int], value: float) -> torch.Tensor:
         size = x.shape[-1 - i]
         low, high = padding[2 * i : 2 * i + 2]
         fits = min(low, 0) + min(high, 0) >= -size
-        check(
-            fits,
-            "pad",
-            "padding",
-            f"cut off at most {size} in dimension {x.dim() - 1 - i}",
-            padding,
-        )
+        text = f"cut off at most {size} in dimension {x.dim() - 1 - i}"
+        check(fits, "pad", "padding", text, padding)
     y = torch.nn.functional.pad(x, padding, value=value)
     return y.contiguous(memory_format=_format(x))
 
@@ -383,13 +378,8 @@ def group_norm(
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
             wanted = f"be contiguous of shape {[channels]}"
-            check(
-                value.dtype == torch.float32,
-                op,
-                name,
-                "have dtype float32",
-                dtype_name(value.dtype),
-            )
+            fits = value.dtype == torch.float32
+            check(fits, op, name, "have dtype float32", dtype_name(value.dtype))
             right = list(value.shape) == [channels] and value.is_contiguous()
             check(right, op, name, wanted, list(value.shape))
     y = torch.nn.functional.group_norm(x.float(), groups, weight, bias, eps)

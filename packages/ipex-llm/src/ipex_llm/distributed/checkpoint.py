@@ -112,13 +112,8 @@ class Splitter:
         """Return a splitter for a model; raises OpArgumentError if it cannot be split among so many ranks."""
         check(world_size >= 1, _OP, "world_size", "be positive", world_size)
         check(0 <= rank < world_size, _OP, "rank", f"be in 0..{world_size - 1}", rank)
-        check(
-            method in _METHODS,
-            _OP,
-            "quantization_method",
-            f"be one of {', '.join(_METHODS)}",
-            method,
-        )
+        fits = method in _METHODS
+        check(fits, _OP, "quantization_method", f"be one of {', '.join(_METHODS)}", method)
         check(tp_grain_size >= 1, _OP, "tp_grain_size", "be positive", tp_grain_size)
         heads = _value(model_config, "num_attention_heads", "n_head")
         kv_heads = _value(model_config, "num_key_value_heads") or heads
@@ -130,13 +125,8 @@ class Splitter:
         grouped = isinstance(group_size, int) and (group_size == -1 or group_size > 0)
         check(grouped, _OP, "group_size", "be -1 or positive", group_size)
         check(heads % kv_heads == 0, _OP, "num_key_value_heads", f"divide {heads}", kv_heads)
-        check(
-            world_size <= kv_heads,
-            _OP,
-            "world_size",
-            f"be at most the number of key/value heads, {kv_heads}",
-            world_size,
-        )
+        text = f"be at most the number of key/value heads, {kv_heads}"
+        check(world_size <= kv_heads, _OP, "world_size", text, world_size)
         return cls(
             rank, world_size, heads, kv_heads, method, tp_grain_size, group_size, desc_act, bits
         )
@@ -153,13 +143,8 @@ class Splitter:
         layer = name.rpartition(".")[2]
         if self.world_size == 1 or not name:
             return tensor
-        check(
-            layer not in _FUSED,
-            _OP,
-            key,
-            "belong to a layer with one projection",
-            f"{layer}, which holds several",
-        )
+        text = "belong to a layer with one projection"
+        check(layer not in _FUSED, _OP, key, text, f"{layer}, which holds several")
         try:
             if layer in _COLUMN:
                 return self._column(layer, name, part, tensor, state)

@@ -53,21 +53,11 @@ def bnb_weight(parts: Mapping[str, Tensor | None], name: str) -> QuantizedWeight
     largest = parts.get("SCB")
     if largest is not None:
         fits = weight.dtype == torch.int8 and weight.dim() == 2
-        check(
-            fits,
-            f"{name}.weight",
-            "weight",
-            "be int8 [N, K]",
-            f"{weight.dtype} {list(weight.shape)}",
-        )
+        text = "be int8 [N, K]"
+        check(fits, f"{name}.weight", "weight", text, f"{weight.dtype} {list(weight.shape)}")
         shape = list(largest.shape)
-        check(
-            shape == [weight.shape[0]],
-            f"{name}.SCB",
-            "SCB",
-            f"have shape [{weight.shape[0]}]",
-            shape,
-        )
+        fits = shape == [weight.shape[0]]
+        check(fits, f"{name}.SCB", "SCB", f"have shape [{weight.shape[0]}]", shape)
         scales = (_floats(largest, f"{name}.SCB") / 127).unsqueeze(1)
         return QuantizedWeight("int8", weight.shape[1], weight, scales, None, -1, None, bias, name)
     kind = next((kind for kind, part in _STATES.items() if parts.get(part) is not None), None)
@@ -110,21 +100,11 @@ def _absmax(parts: Mapping[str, Tensor | None], state: Mapping[str, Any], name: 
     check(type(size) is int and size > 0, key, "nested_blocksize", "be positive", size)
     known = type(offset) in (int, float) and abs(offset) < _LARGEST
     check(known, key, "nested_offset", "be a finite number", offset)
-    check(
-        table.numel() == 256,
-        f"{name}.weight.nested_quant_map",
-        "it",
-        "have 256 values",
-        table.numel(),
-    )
+    fits = table.numel() == 256
+    check(fits, f"{name}.weight.nested_quant_map", "it", "have 256 values", table.numel())
     count = -(-absmax.numel() // size)
-    check(
-        outer.numel() == count,
-        f"{name}.weight.nested_absmax",
-        "it",
-        f"have {count} values",
-        outer.numel(),
-    )
+    fits = outer.numel() == count
+    check(fits, f"{name}.weight.nested_absmax", "it", f"have {count} values", outer.numel())
     # By index: a size from a file may be any number.
     spread = outer[torch.arange(absmax.numel()) // min(size, absmax.numel())]
     return table[absmax.int()] * spread + float(offset)
@@ -148,13 +128,8 @@ def _four_bits(
     (n, k), size = state["shape"], state["blocksize"]
     key = f"{name}.weight"
     stored = weight.contiguous().view(torch.uint8).flatten()
-    check(
-        stored.numel() == -(-n * k // 2),
-        key,
-        "weight",
-        f"have {-(-n * k // 2)} bytes",
-        stored.numel(),
-    )
+    fits = stored.numel() == -(-n * k // 2)
+    check(fits, key, "weight", f"have {-(-n * k // 2)} bytes", stored.numel())
     codes = torch.stack((stored >> 4, stored & 15), dim=-1).flatten()[: n * k].view(n, k)
     blocks = _absmax(parts, state, name)
     count = -(-n * k // size)

@@ -186,13 +186,8 @@ class FP8Linear(Fp8BaseModule):
         Raises:
             ValueError: The input is not as described.
         """
-        check(
-            input.dtype in FLOATS,
-            "FP8Linear",
-            "input",
-            "have dtype float32, bfloat16 or float16",
-            input.dtype,
-        )
+        fits = input.dtype in FLOATS
+        check(fits, "FP8Linear", "input", "have dtype float32, bfloat16 or float16", input.dtype)
         check(
             tracing()  # sizes are tensors then
             or (input.dim() > 0 and input.shape[-1] == self.in_features),

@@ -197,13 +197,8 @@ def _rewrite(op: str, model: nn.Module, graphs: Mapping[str, list[str]]) -> None
         what = f"the forward of {name or 'the model'}"
         got = "one of other steps" if made is not None else "one that cannot be traced"
         same = lines == list(graphs[name])
-        check(
-            same,
-            op,
-            what,
-            "be the same as in the saved model",
-            f"{got}, {type(container).__name__}",
-        )
+        text = "be the same as in the saved model"
+        check(same, op, what, text, f"{got}, {type(container).__name__}")
         if name and made is not container:
             replace_module(model, name, made)
 

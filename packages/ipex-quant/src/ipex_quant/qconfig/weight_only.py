@@ -286,43 +286,23 @@ def _make(
     check(isinstance(cache, bool), op, "cache_weight_for_large_batch", "be a bool", cache)
     integer = isinstance(group_size, int) and not isinstance(group_size, bool)
     power = integer and group_size > 0 and group_size & (group_size - 1) == 0
-    check(
-        integer and (group_size == -1 or power),
-        op,
-        "group_size",
-        "be -1 or a power of two",
-        group_size,
-    )
+    fits = integer and (group_size == -1 or power)
+    check(fits, op, "group_size", "be -1 or a power of two", group_size)
     integers = lowp is WoqLowpMode.INT8
     if dtype is WoqWeightDtype.MXFP4:
         check(group_size in (-1, 32), op, "group_size", "be 32 for MXFP4 weights", group_size)
         group_size = 32
-    check(
-        not (integers and dtype is WoqWeightDtype.FP8),
-        op,
-        "lowp_mode",
-        "be NONE, FP16 or BF16 for FP8 weights",
-        "INT8",
-    )
+    fits = not (integers and dtype is WoqWeightDtype.FP8)
+    check(fits, op, "lowp_mode", "be NONE, FP16 or BF16 for FP8 weights", "INT8")
     if integers:
-        check(
-            act is not WoqActQuantMode.NONE,
-            op,
-            "act_quant_mode",
-            "be given for lowp_mode INT8",
-            "NONE",
-        )
+        fits = act is not WoqActQuantMode.NONE
+        check(fits, op, "act_quant_mode", "be given for lowp_mode INT8", "NONE")
     else:
         act = WoqActQuantMode.NONE
     symmetric = dtype not in _INTEGERS or (integers and dtype is WoqWeightDtype.INT8)
     what = f"{dtype.name} weights" + (" and lowp_mode INT8" if dtype in _INTEGERS else "")
-    check(
-        not (symmetric and scheme is WoqWeightQScheme.ASYMMETRIC),
-        op,
-        "weight_qscheme",
-        f"be SYMMETRIC for {what}",
-        "ASYMMETRIC",
-    )
+    fits = not (symmetric and scheme is WoqWeightQScheme.ASYMMETRIC)
+    check(fits, op, "weight_qscheme", f"be SYMMETRIC for {what}", "ASYMMETRIC")
     if scheme is WoqWeightQScheme.UNDEFINED:
         scheme = WoqWeightQScheme.SYMMETRIC if symmetric else WoqWeightQScheme.ASYMMETRIC
     weight = _WEIGHTS[dtype]

@@ -193,13 +193,8 @@ def _in_order(smooth: Any, sizes: Any, criterion: Any, seconds: Any) -> tuple[An
     if not shifted:
         return smooth, sizes, criterion, seconds
     named = [value for value in (criterion, seconds) if isinstance(value, Mapping)]
-    check(
-        not (named and isinstance(sizes, Mapping)),
-        _OP,
-        "accuracy_criterion",
-        "be given once",
-        "two dicts",
-    )
+    fits = not (named and isinstance(sizes, Mapping))
+    check(fits, _OP, "accuracy_criterion", "be given once", "two dicts")
     if isinstance(criterion, Mapping):  # by name
         return None, smooth, criterion, seconds
     return None, smooth, sizes, criterion if criterion is not None else seconds

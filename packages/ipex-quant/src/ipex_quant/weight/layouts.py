@@ -193,13 +193,8 @@ def _groups(k: int, group_size: int, scales: Tensor, g_idx: Tensor | None, name:
         # Part of the input features of a weight with g_idx uses scales of all groups, some more than others.
         counts = torch.bincount(g_idx.long().clamp(0, groups - 1), minlength=groups)
         fits = int(counts.max()) <= group_size and bool((counts != counts[0]).any())
-    check(
-        fits,
-        _key(name, "scales"),
-        "scales",
-        f"have {expected} groups of {group_size} for {k} input features",
-        groups,
-    )
+    text = f"have {expected} groups of {group_size} for {k} input features"
+    check(fits, _key(name, "scales"), "scales", text, groups)
     return groups
 
 

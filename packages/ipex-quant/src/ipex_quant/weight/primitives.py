@@ -291,13 +291,8 @@ def _dequantize(
         k = shape[1]
     group = k if group_size == -1 else min(group_size, k)
     scales, zeros = _parameters(op, ("scales", "zps"), scales, zeros, n, -(-k // group))
-    check(
-        zeros is None or form in ("int8", "int4"),
-        op,
-        "zps",
-        f"be None for {kind.name}",
-        "a tensor",
-    )
+    fits = zeros is None or form in ("int8", "int4")
+    check(fits, op, "zps", f"be None for {kind.name}", "a tensor")
     codes = core.unpack_nibbles(qt, k) if nibbles else qt
     if form in core.CODEBOOKS:
         values = torch.tensor(core.CODEBOOKS[form], device=qt.device)[codes.int()]

@@ -86,13 +86,8 @@ class QuantizedWeight:
         text = " or ".join(map(str, expected))
         got = list(self.scales.shape)
         check(got in expected, op, "scales", f"have shape {text}", got)
-        check(
-            self.scales.dtype in _SCALES,
-            op,
-            "scales",
-            "have dtype float32, bfloat16, float16 or float8_e8m0fnu",
-            self.scales.dtype,
-        )
+        text = "have dtype float32, bfloat16, float16 or float8_e8m0fnu"
+        check(self.scales.dtype in _SCALES, op, "scales", text, self.scales.dtype)
         check(_finite(self.scales), op, "scales", "be finite", "NaN or infinity")
         if self.zeros is not None:
             zeros = list(self.zeros.shape)

@@ -125,13 +125,8 @@ def as_qconfig(op: str, qconfig: Any, name: str = "qconfig") -> QConfigWoq:
     if qconfig is None:
         return woq_qconfig(weight_dtype=WoqWeightDtype.INT4, lowp_mode=WoqLowpMode.BF16)
     qconfig = getattr(qconfig, "global_qconfig", qconfig)
-    check(
-        isinstance(qconfig, QConfigWoq),
-        op,
-        name,
-        "be a QConfigWoq, a mapping with one as global, or None",
-        type(qconfig).__name__,
-    )
+    text = "be a QConfigWoq, a mapping with one as global, or None"
+    check(isinstance(qconfig, QConfigWoq), op, name, text, type(qconfig).__name__)
     assert isinstance(qconfig, QConfigWoq)
     return qconfig
 

@@ -432,13 +432,9 @@ class WeightOnlyQuantizedLinear(WoqLinearModule):
         n, k = source.shape
         bias = getattr(mod, "bias", None)
         dtype = qconfig.weight_dtype
-        check(
-            packable_group(k if qconfig.group_size == -1 else qconfig.group_size, k) is not None,
-            op,
-            "qconfig.group_size",
-            f"be -1, or at least 16, for {k} input features",
-            qconfig.group_size,
-        )
+        fits = packable_group(k if qconfig.group_size == -1 else qconfig.group_size, k) is not None
+        text = f"be -1, or at least 16, for {k} input features"
+        check(fits, op, "qconfig.group_size", text, qconfig.group_size)
         result = cls(k, n, bias is not None, dtype, qconfig)
         result._float_dtype = source.dtype
         if source.is_meta:

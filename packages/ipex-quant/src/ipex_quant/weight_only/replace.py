@@ -152,13 +152,8 @@ def places_of(
         else:
             places[name] = place
     more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
-    check(
-        not strangers,
-        _OP,
-        "state_dict",
-        "have quantized layers of this model only",
-        f"{strangers[0] if strangers else ''}{more}",
-    )
+    text = "have quantized layers of this model only"
+    check(not strangers, _OP, "state_dict", text, f"{strangers[0] if strangers else ''}{more}")
     return places
 
 
@@ -285,13 +280,8 @@ def finish_meta(model: nn.Module) -> None:
                 module._buffers[name] = made.to(buffer.dtype)
     left = _on_meta(model)
     more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-    check(
-        not left,
-        _OP,
-        "state_dict",
-        "have all weights of the model",
-        f"no {', '.join(left[:3])}{more}",
-    )
+    text = "have all weights of the model"
+    check(not left, _OP, "state_dict", text, f"no {', '.join(left[:3])}{more}")
 
 
 def _on_meta(model: nn.Module) -> list[str]:

@@ -123,13 +123,8 @@ def _allocate(
     """Return caches and indices for sequences whose prompts are the batch of ``key``."""
     batch, tokens, kv_heads, size = key.shape
     sequences = batch if layer_past is None else layer_past[3].shape[-1]
-    check(
-        sequences > 0 and sequences % batch == 0,
-        OP,
-        "layer_past",
-        f"have beam indices for a multiple of the {batch} prompts",
-        sequences,
-    )
+    text = f"have beam indices for a multiple of the {batch} prompts"
+    check(sequences > 0 and sequences % batch == 0, OP, "layer_past", text, sequences)
     if positions < tokens:
         positions += tokens
     dtype = key.dtype

@@ -17,13 +17,8 @@ def _first(op: str, batches: int, *tensors: Tensor) -> list[Tensor]:
     for name, tensor in zip(_SEQUENCES, tensors, strict=True):
         check(tensor.dim() == 1, op, name, "be 1-D", f"{tensor.dim()}-D")
         size = tensor.shape[0]
-        check(
-            0 <= batches <= size,
-            op,
-            "batches",
-            f"be between 0 and {size}, the size of {name}",
-            batches,
-        )
+        fits = 0 <= batches <= size
+        check(fits, op, "batches", f"be between 0 and {size}, the size of {name}", batches)
     return [tensor[:batches] for tensor in tensors]
 
 
