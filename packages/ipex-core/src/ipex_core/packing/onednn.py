@@ -93,44 +93,31 @@ def _conv_kernel(
     )
 
 
-for _name, _kernel in (("packed_linear", _linear_kernel), ("packed_conv", _conv_kernel)):
-    _LIBRARY.define(_name + schema_of(_kernel))
-    for _key in ("CPU", "MkldnnCPU"):
-        _LIBRARY.impl(_name, _kernel, _key)
-
-
-@torch.library.register_fake("ipex_core::packed_linear")  # type: ignore[untyped-decorator]
-def _linear_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    post: str,
-    residual: Tensor | None,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
 def _conv_format(x: Tensor) -> torch.memory_format:
     last = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
     return last if x.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-@torch.library.register_fake("ipex_core::packed_conv")  # type: ignore[untyped-decorator]
-def _conv_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    size: list[int],
-    padding: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, *rest: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:
+    size, *window, _ = numbers
     space = [
         (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(x.shape[2:], padding, dilation, size[2:], stride, strict=True)
+        for n, k, p, s, d in zip(x.shape[2:], size[2:], *window, strict=True)
     ]
     return torch.empty(
         (x.shape[0], size[0], *space), dtype=x.dtype, device=x.device, memory_format=_conv_format(x)
     )
+
+
+for _name, _kernel, _fake in (
+    ("packed_linear", _linear_kernel, _linear_fake),
+    ("packed_conv", _conv_kernel, _conv_fake),
+):
+    _LIBRARY.define(_name + schema_of(_kernel))
+    for _key in ("CPU", "MkldnnCPU"):
+        _LIBRARY.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"ipex_core::{_name}", _fake, lib=_LIBRARY)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ipex_core.library.kernels import define
-from ipex_core.library.spec import CHANNELS_LAST, FUNCTIONAL, PORTABLE, check, schema_of
+from ipex_core.library.spec import CHANNELS_LAST, FUNCTIONAL, PORTABLE, bind, check, schema_of
 
 _LIBRARY = torch.library.Library("ipex_quant", "FRAGMENT")
 
@@ -226,42 +226,25 @@ def _in_layout(y: Tensor, dims: int) -> Tensor:
     return y if last is None or y.dim() != dims else y.contiguous(memory_format=last)
 
 
-def _on_device(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: float,
-    x_zero: int,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-    dtype: torch.dtype,
-    output_scale: float,
-    output_zero: int,
-    residual: Tensor | None,
-    residual_scale: float,
-    residual_zero: int,
-) -> Tensor:
+def _on_device(*args: Any) -> Tensor:
     """Compute the same in ops of a device: sums of codes in float32, which are exact up to 2**24."""
-    operand = x if x.dtype == torch.uint8 else quantize(x, x_scale, x_zero)
-    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
-    geometry = (stride, padding, dilation, groups)
-    y = convolve(operand.float() - x_zero, weight.float(), None, *geometry)
-    channels = (-1, *[1] * (weight.dim() - 2))
-    y = y * (weight_scale * x_scale).view(channels)
-    if bias is not None:
-        y = y + bias.view(channels)
-    if residual is not None:
-        by_scale = residual.dtype == torch.uint8
-        step = (residual_scale, residual_zero) if by_scale else (1.0, 0)
-        y = y + _dequantize(residual, *step, torch.float32)
-    if activation != "none":
-        y = getattr(functional, activation)(y)
-    y = quantize(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    return _in_layout(y, weight.dim())
+    a = bind("int8_conv", _SCHEMA, args, {})
+    operand = a.x if a.x.dtype == torch.uint8 else quantize(a.x, a.x_scale, a.x_zero)
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[a.weight.dim() - 3]
+    geometry = (a.stride, a.padding, a.dilation, a.groups)
+    y = convolve(operand.float() - a.x_zero, a.weight.float(), None, *geometry)
+    channels = (-1, *[1] * (a.weight.dim() - 2))
+    y = y * (a.weight_scale * a.x_scale).view(channels)
+    if a.bias is not None:
+        y = y + a.bias.view(channels)
+    if a.residual is not None:
+        by_scale = a.residual.dtype == torch.uint8
+        step: tuple[float, int] = (a.residual_scale, a.residual_zero) if by_scale else (1.0, 0)
+        y = y + _dequantize(a.residual, *step, torch.float32)
+    if a.activation != "none":
+        y = getattr(functional, a.activation)(y)
+    y = quantize(y, a.output_scale, a.output_zero) if a.dtype == torch.uint8 else y.to(a.dtype)
+    return _in_layout(y, a.weight.dim())
 
 
 def _fake_conv(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
@@ -271,11 +254,12 @@ def _fake_conv(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return _in_layout(result, weight.dim())
 
 
+_SCHEMA = schema_of(_run).replace(", bool free=False", "")
 for _name, _kind, _kernel in (
     ("int8_conv", "Tensor?", _run),
     ("int8_conv_sum_", "Tensor(a!)", functools.partial(_run, free=True)),
 ):
-    _arguments = schema_of(_on_device).replace("Tensor? residual", f"{_kind} residual")
+    _arguments = _SCHEMA.replace("Tensor? residual", f"{_kind} residual")
     if define(_name + _arguments, _LIBRARY):  # otherwise it has the kernel of libipex_cpp.so
         _LIBRARY.impl(_name, _kernel, "CPU")
     _LIBRARY.impl(_name, _on_device, "XPU")
@@ -319,43 +303,26 @@ def _real(value: Tensor, scale: float, zero: int) -> Tensor:
     return result
 
 
-def _portable(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: float,
-    x_zero: int,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str,
-    dtype: torch.dtype,
-    output_scale: float,
-    output_zero: int,
-    residual: Tensor | None,
-    residual_scale: float,
-    residual_zero: int,
-) -> Tensor:
+def _portable(*args: Any) -> Tensor:
     """Compute the same with ops that C++ has: oneDNN's, or those that Inductor turns into oneDNN's."""
     import torch.ao.quantization.fx._decomposed  # (defines the ops)
 
-    operand = x if x.dtype == torch.uint8 else _codes(x.float(), x_scale, x_zero)
-    geometry = (stride, padding, dilation, groups)
-    quantized = (operand, weight, weight_scale, x_scale, x_zero, bias, geometry)
+    a = bind("int8_conv", _SCHEMA, args, {})
+    operand = a.x if a.x.dtype == torch.uint8 else _codes(a.x.float(), a.x_scale, a.x_zero)
+    geometry = (a.stride, a.padding, a.dilation, a.groups)
+    quantized = (operand, a.weight, a.weight_scale, a.x_scale, a.x_zero, a.bias, geometry)
     if _inductor_finds_convolutions():
         y = _pattern(*quantized)
-    elif residual is None and (activation == "none" or len(stride) == 2):
-        return _onednn(*quantized, activation, (output_scale, output_zero, dtype))
+    elif a.residual is None and (a.activation == "none" or len(a.stride) == 2):
+        return _onednn(*quantized, a.activation, (a.output_scale, a.output_zero, a.dtype))
     else:
         y = _onednn(*quantized, "none", (1.0, 0, torch.float32))
-    if residual is not None:
-        y = y + _real(residual, residual_scale, residual_zero)
-    if activation != "none":
-        y = getattr(functional, activation)(y)
-    y = _codes(y, output_scale, output_zero) if dtype == torch.uint8 else y.to(dtype)
-    return _in_layout(y, weight.dim())
+    if a.residual is not None:
+        y = y + _real(a.residual, a.residual_scale, a.residual_zero)
+    if a.activation != "none":
+        y = getattr(functional, a.activation)(y)
+    y = _codes(y, a.output_scale, a.output_zero) if a.dtype == torch.uint8 else y.to(a.dtype)
+    return _in_layout(y, a.weight.dim())
 
 
 def _pattern(
