@@ -348,6 +348,11 @@ def test_bounds_of_numbers(parts, structured):
         ({"type": "number", "exclusiveMinimum": 3}, "3.1 3.0001 30", "3 3.0 3.00 2.9"),
         ({"type": "number", "exclusiveMaximum": 2.5}, "2.49 -9", "2.5 2.50 3"),
         ({"type": "number", "minimum": 3}, "3 3.0", "2.9"),
+        # Larger ones than float64 has: moved inwards.
+        ({"type": "integer", "minimum": 2**53 + 1}, f"{2**53 + 2}", f"{2**53} {2**53 + 1}"),
+        ({"type": "integer", "exclusiveMaximum": 2**60}, "9", f"{2**60}"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9 9", f"{2**63}"),
+        ({"const": [2**53 + 2]}, f"[{2**53 + 2}]", f"[{2**53}]"),
     ):
         grammar = grammars.make(Wanted("json", json.dumps(rule), "schema"))
         for text in f"{good} {bad}".split():
@@ -382,6 +387,8 @@ SCHEMAS = [
     ({"type": "integer", "minimum": 5, "maximum": 4}, "json_schema"),
     ({"type": "string", "pattern": "("}, "json_schema"),
     (deep(120), "json_schema"),
+    ({"const": 2**53 + 1}, "json_schema must be a valid json, got const must have"),
+    ({"type": "integer", "enum": [-(2**63)]}, "json_schema"),
     ({"enum": ["x" * 40_000]}, "json_schema must have at most 32768 characters"),
     ({"allOf": [{"type": "object"}, {"type": "string"}]}, "json_schema"),
 ]
@@ -397,6 +404,7 @@ RULES = [
     ({"grammar": ""}, "grammar"),
     ({"grammar": "start: start"}, "grammar"),
     ({"grammar": 'root ::= "a" root2'}, "grammar"),
+    ({"grammar": f'start: %json {{"type": "integer", "const": {-(2**63)}}}'}, "grammar"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": ["a"] * 2000}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),

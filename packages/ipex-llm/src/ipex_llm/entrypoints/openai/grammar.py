@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -33,6 +35,11 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
+#: Largest float64 below 2**63. llguidance reads numbers as float64, and integers from -2**63 down overflow its stack.
+_LARGEST = 2**63 - 1024
+#: Where a schema has numbers that bind the output, and the direction in which they may be rounded.
+_NUMBERS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+_VALUES = ("const", "enum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +130,11 @@ class Grammars:
         try:
             if wanted.kind == "json":
                 options = {"whitespace_pattern": _BLANKS}
-                grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=options)  # type: ignore[arg-type]
+                text = json.dumps(_exact(json.loads(wanted.text)))
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
             else:
-                grammar = grammar_from(wanted.kind, wanted.text)
+                text = _exact_parts(wanted.text) if wanted.kind == "grammar" else wanted.text
+                grammar = grammar_from(wanted.kind, text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{wanted.field} must be a valid {wanted.kind}, got {error}") from None
         found = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -138,6 +147,43 @@ class Grammars:
                 f"{wanted.field} must allow some output, got a {wanted.kind} that nothing fits"
             )
         return found
+
+
+def _exact(value: Any, name: str = "") -> Any:
+    """Return a schema whose numbers llguidance has exactly: bounds are moved so that no number outside them fits.
+
+    Args:
+        value: The schema, or a part of it.
+        name: Of the part.
+
+    Raises:
+        ValueError: There is no such number.
+    """
+    if isinstance(value, dict):
+        return {k: _exact(v, name if name in _VALUES else k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_exact(part, name) for part in value]
+    side = _NUMBERS.get(name, 0)
+    if type(value) not in (int, float) or not (side or name in _VALUES):
+        return value
+    near = float(min(max(value, -_LARGEST), _LARGEST))
+    # Of larger numbers the next integer is no float64, so that an exclusive bound would be part of the range.
+    apart = "exclusive" in name and abs(near) >= 2**53
+    if apart or (near < value and side > 0) or (near > value and side < 0):
+        near = math.nextafter(near, side * math.inf)
+    if abs(near) > _LARGEST or (near != value and not side):
+        what = f"{name} must have numbers that float64 has exactly, up to {_LARGEST}"
+        raise ValueError(f"{what}, got {str(value)[:40]}: use a string")
+    return int(near) if near == int(near) else near  # digits: an exponent is not read exactly
+
+
+def _exact_parts(grammar: str) -> str:
+    """Return a grammar with the same done to the schemas in it."""
+    start, *parts = grammar.split("%json")
+    for part in parts:
+        value, end = json.JSONDecoder().raw_decode(part := part.lstrip())
+        start += f"%json {json.dumps(_exact(value))}{part[end:]}"
+    return start
 
 
 @dataclasses.dataclass(frozen=True)
