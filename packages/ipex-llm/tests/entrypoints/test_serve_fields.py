@@ -484,6 +484,11 @@ TOOLS = [
 CHAT = {"messages": [{"role": "user", "content": "fox"}], "tools": TOOLS}
 
 
+def only(mode, name):
+    some = [{"type": "function", "function": {"name": name}}]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": some}}
+
+
 def test_tools_that_must_be_called(parts, structured):
     server = serve(parts)
 
@@ -500,6 +505,7 @@ def test_tools_that_must_be_called(parts, structured):
         for choice, names in (
             ("required", {"add", "stop"}),
             ({"type": "function", "function": {"name": "add"}}, {"add"}),
+            (only("required", "stop"), {"stop"}),
         ):
             body = {
                 **CHAT,
@@ -554,6 +560,7 @@ def test_messages_of_tools_reach_the_template(parts):
             body["chat_template_kwargs"] = {"think": False}
             found = await ask(client, "/v1/chat/completions", **body)
             await ask(client, "/v1/chat/completions", **body, tool_choice="none")
+            await ask(client, "/v1/chat/completions", **body, tool_choice=only("auto", "add"))
         finally:
             del tokenizer.apply_chat_template
         del body["max_tokens"]
@@ -561,12 +568,13 @@ def test_messages_of_tools_reach_the_template(parts):
         assert tokens["count"] == found["usage"]["prompt_tokens"]
         error = (await ask(client, "/tokenize", 400, **{**body, "tools": [1]}))["error"]
         assert error["param"] == "tools.0"
-        (messages, options), (_, without) = seen
+        (messages, options), (_, without), (_, some) = seen
         assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
         assert messages[3] == {**messages[4], "reasoning_content": "because"}
         assert messages[2]["tool_call_id"] == "c" and options["think"] is False
         assert [t["function"]["name"] for t in options["tools"]] == ["add", "stop"]
         assert "tools" not in without
+        assert [t["function"]["name"] for t in some["tools"]] == ["add"]
 
 
 def test_a_refusal_is_text_of_the_assistant(parts):
@@ -604,6 +612,8 @@ TOOL_ERRORS = [
     ({"tool_choice": "some"}, "tool_choice", "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "got 'x'"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "tools to choose from"),
+    ({"tool_choice": only("auto", "x")}, "tool_choice", "got 'x'"),
+    ({"tool_choice": only("some", "add")}, "tool_choice.allowed_tools.mode", "'required'"),
     ({"tool_choice": "required", "regex": "a"}, "tool_choice", "leave room"),
     ({"tools": [tool("a", x={"type": "odd"})], "tool_choice": "required"}, "tools", "tools must"),
     (

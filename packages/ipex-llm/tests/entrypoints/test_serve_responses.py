@@ -86,6 +86,11 @@ def test_calls_and_what_they_returned(parts):  # noqa: F811
         made = events(await client.post(PATH, json={**body, "stream": True}))
         done = next(e for e in made if e["type"] == "response.function_call_arguments.done")
         assert json.loads(done["arguments"]) == json.loads(call["arguments"])
+        more = [*tools, {"type": "function", "name": "other"}]
+        some = {"type": "allowed_tools", "mode": "required", "tools": [body["tool_choice"]]}
+        changes = {"tools": more, "tool_choice": some, "max_output_tokens": 300}
+        answer = await ask(client, PATH, **body | changes)
+        assert answer["tool_choice"] == some and answer["output"][0]["name"] == "add"
         output = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         body["input"] = [{"role": "user", "content": "fox"}, call, output]
         body["tool_choice"] = "none"

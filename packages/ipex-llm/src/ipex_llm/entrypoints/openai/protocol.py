@@ -413,6 +413,18 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
+class Allowed(Fields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], few_tools]
+
+
+class AllowedTools(Fields):
+    """Some of the tools may be called, or one of them must be."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 #: Names of the chat template's arguments that clients cannot set.
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "messages", "conversation", "tools", "return_tensors"}
@@ -432,7 +444,7 @@ class ChatRequest(_Common):
     logprobs: Flag = False
     top_logprobs: Integer = Field(0, ge=0, le=20)
     tools: Annotated[list[Tool] | None, few_tools] = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: Flag = True
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, str | Flag | Integer | Number | None] | None = None
@@ -453,16 +465,33 @@ class ChatRequest(_Common):
         return short(value, MAX_TOOLS, "arguments")
 
     @property
+    def named(self) -> list[str]:
+        """The tools that the choice names."""
+        choice = self.tool_choice
+        found = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice]
+        return [one.function.name for one in found if isinstance(one, NamedTool)]
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that may be called."""
+        found = [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(self.tool_choice, AllowedTools):
+            names = set(self.named)
+            found = [tool for tool in found if tool.function.name in names]
+        return found
+
+    @property
     def allowed_tools(self) -> dict[str, dict[str, Any]]:
         """Parameters of the tools that may be called, by name."""
-        if self.tool_choice == "none":
-            return {}
-        return {tool.function.name: tool.function.parameters for tool in self.tools or ()}
+        return {tool.function.name: tool.function.parameters for tool in self.offered}
 
     @property
     def forced(self) -> bool:
         """Whether the answer must be calls."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            choice = choice.allowed_tools.mode
+        return choice == "required" or isinstance(choice, NamedTool)
 
     @property
     def forced_name(self) -> str | None:
@@ -472,17 +501,19 @@ class ChatRequest(_Common):
     def wanted(self) -> Wanted | None:
         """As for completions; the calls, where there must be some."""
         found = super().wanted()
+        if self.forced and found is not None:
+            raise ValueError(f"tool_choice must leave room for {found.field}, got both")
+        if self.forced and not (self.offered or self.named):
+            raise ValueError("tool_choice must have tools to choose from, got none")
+        for name in self.named:
+            if name not in self.allowed_tools:
+                raise ValueError(f"tool_choice must be one of the tools, got {name[:64]!r}")
         if not self.forced:
             return found
-        if found is not None:
-            raise ValueError(f"tool_choice must leave room for {found.field}, got both")
-        if not self.tools:
-            raise ValueError("tool_choice must have tools to choose from, got none")
-        name = self.forced_name
-        if name is not None and name not in self.allowed_tools:
-            raise ValueError(f"tool_choice must be one of the tools, got {name[:64]!r}")
-        functions = [tool.function for tool in self.tools]
-        wanted = schema_wanted(forced_schema(functions, name, self.parallel_tool_calls), "tools")
+        schema = forced_schema(
+            [tool.function for tool in self.offered], self.forced_name, self.parallel_tool_calls
+        )
+        wanted = schema_wanted(schema, "tools")
         wanted.check()
         return wanted
 
@@ -494,8 +525,8 @@ class ChatRequest(_Common):
             found["reasoning_effort"] = self.reasoning_effort
             found["enable_thinking"] = self.reasoning_effort != "none"
         found |= self.chat_template_kwargs or {}
-        if self.tools and self.tool_choice != "none":
-            found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        if self.offered:
+            found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered]
         return found
 
     @property
@@ -633,7 +664,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 #: What pydantic puts into the place of an error for the part of a union that was tried.
-_PARTS = frozenset({"str", "bool", "int", "float", "NamedTool"})
+_PARTS = frozenset({"str", "bool", "int", "float", "NamedTool", "AllowedTools"})
 
 
 def _place(parts: Sequence[int | str], names: Mapping[str, str]) -> str:

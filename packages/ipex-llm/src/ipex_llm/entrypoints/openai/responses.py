@@ -83,6 +83,12 @@ class FlatChoice(Fields):
     name: str
 
 
+class FlatAllowed(Fields):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatChoice], few_tools]
+
+
 class Part(Fields):
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
@@ -147,7 +153,11 @@ class ResponsesRequest(Fields):
     temperature: Number | None = None
     top_p: Number | None = None
     tools: Annotated[list[FlatTool] | None, few_tools] = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[FlatChoice | FlatAllowed, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: Flag = True
     text: Text | None = None
     stream: Flag = False
@@ -239,10 +249,11 @@ class ResponsesRequest(Fields):
                 for tool in self.tools
             ]
         choice = self.tool_choice
-        if isinstance(choice, FlatChoice):
-            found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        elif choice is not None:
-            found["tool_choice"] = choice
+        if isinstance(choice, FlatAllowed):
+            some = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+            found["tool_choice"] = {"type": choice.type, "allowed_tools": some}
+        else:
+            found["tool_choice"] = _named(choice) if isinstance(choice, FlatChoice) else choice
         form = None if self.text is None else self.text.format
         if form is not None:
             schema = {"name": form.name, "schema": form.schema_}
@@ -250,6 +261,10 @@ class ResponsesRequest(Fields):
             if form.type == "json_schema":
                 found["response_format"]["json_schema"] = schema
         return chat_of(found, FIELDS)
+
+
+def _named(choice: FlatChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _joined(value: str | Sequence[Part | Refusal] | None) -> str:
