@@ -209,6 +209,10 @@ def test_seeds_and_choices(parts):
         one, two = await ask(client, **body), await ask(client, **body)
         texts = [c["text"] for c in one["choices"]]
         assert texts == [c["text"] for c in two["choices"]] and len(set(texts)) == 3
+        drawn = await ask(client, **{**body, "seed": -1})
+        assert [c["text"] for c in drawn["choices"]] != [
+            c["text"] for c in (await ask(client, **{**body, "seed": -1}))["choices"]
+        ]
         other = await ask(client, **{**body, "seed": 50})
         assert [c["text"] for c in other["choices"]] != texts
 
@@ -222,6 +226,14 @@ def test_max_completion_tokens(parts):
         for limits in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
             found = await ask(client, "/v1/chat/completions", **body, **limits)
             assert found["usage"]["completion_tokens"] == 3
+        answers = []
+        for names in (("max_tokens", "repetition_penalty"), ("n_predict", "repeat_penalty")):
+            more = dict(zip(names, (9, 5.0), strict=True))
+            found = await ask(client, "/v1/chat/completions", **body, **more, temperature=0)
+            answers.append(found["choices"])
+            assert answers[0] == answers[-1] and found["usage"]["completion_tokens"] == 9
+            error = (await ask(client, status=400, prompt="A", **{names[1]: 0}))["error"]
+            assert error["param"] == names[1]
         for field, path, more in (
             ("max_completion_tokens", "/v1/chat/completions", body),
             ("max_tokens", "/v1/chat/completions", body),
@@ -241,8 +253,13 @@ def test_a_chat_without_a_limit_goes_as_far_as_the_cache(parts):
     @server
     async def _(client):
         body = {"messages": [{"role": "user", "content": "fox"}], "min_tokens": 2}
-        found = await ask(client, "/v1/chat/completions", **body)
-        assert found["usage"]["total_tokens"] == 16 * 4 + 1
+        for path, request in (
+            ("/v1/chat/completions", body),
+            ("/v1/chat/completions", body | {"max_tokens": -1}),
+            ("/v1/completions", {"prompt": PROMPT, "n_predict": -1}),
+        ):
+            found = await ask(client, path, **request)
+            assert found["usage"]["total_tokens"] == 16 * 4 + 1
         error = (await ask(client, "/v1/chat/completions", 400, **body, max_tokens=64))["error"]
         assert "must fit the cache of 64 tokens" in error["message"]
 

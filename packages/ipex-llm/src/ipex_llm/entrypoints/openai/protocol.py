@@ -74,6 +74,7 @@ class ApiError(Exception):
 
 try:
     from pydantic import (
+        AliasChoices,
         BaseModel,
         BeforeValidator,
         Field,
@@ -230,9 +231,14 @@ REFUSED = (
 )
 
 
+def _also(name: str, other: str, default: Any) -> Any:
+    """Return a field that llama.cpp has by another name."""
+    return Field(default, validation_alias=AliasChoices(name, other))
+
+
 class _Common(Fields):
     model: str | None = None
-    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=-1)] | None = _also("max_tokens", "n_predict", None)
     min_tokens: Integer = Field(0, ge=0)
     temperature: Number = Field(1.0, ge=0, le=100)
     top_p: Number = Field(1.0, ge=0, le=1)
@@ -245,7 +251,9 @@ class _Common(Fields):
     ignore_eos: Flag = False
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Number = Field(1.0, ge=0.01, le=1e6)
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=1e6)] = _also(
+        "repetition_penalty", "repeat_penalty", 1.0
+    )
     stream: Flag = False
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[str, Number] | None, few(MAX_BIASES, "tokens")] = None
@@ -555,6 +563,8 @@ def sampling_params(
     echo = getattr(body, "echo", False)
     if count == 0 and not echo:
         raise ValueError("max_tokens must be at least 1 without echo, got 0")
+    if count == -1:  # without a limit, as in llama.cpp
+        count = most
     count = default if count is None else max(count, 1)  # the one token is left out of the answer
     if count > most:
         raise ValueError(f"{field} must be at most {most}, got {count}")
@@ -566,7 +576,7 @@ def sampling_params(
         top_k=max(body.top_k, 0),
         top_p=body.top_p,
         min_p=body.min_p,
-        seed=None if body.seed is None else body.seed + choice,
+        seed=None if body.seed in (None, -1) else body.seed + choice,  # -1 is any, as in vLLM
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,

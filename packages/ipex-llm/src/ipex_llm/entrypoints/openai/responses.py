@@ -134,7 +134,16 @@ class Item(Fields):
 #: Fields of chats that are not of this API: each is taken, or refused, as in a chat.
 _MORE = (
     *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "regex", "grammar"),
+    *(
+        "repeat_penalty",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "logit_bias",
+        "regex",
+        "grammar",
+    ),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs"),
     *("chat_template_kwargs", "add_generation_prompt", *REFUSED),
 )

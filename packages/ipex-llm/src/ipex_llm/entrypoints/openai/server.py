@@ -343,12 +343,10 @@ class _Api:
         def changes(length: int) -> dict[str, Any]:
             found: dict[str, Any]
             found = {} if wanted is None else {"grammar": self.grammars.make(wanted)}
-            if isinstance(body, ChatRequest) and not (
-                body.max_tokens or body.max_completion_tokens
-            ):
-                # Nothing was asked for: as far as the cache goes.
+            limit = getattr(body, "max_completion_tokens", None) or body.max_tokens
+            if limit == -1 or (chat and not limit):  # as far as the cache goes
                 room = self.engine.stats().blocks * self.engine.block_size + 1 - length
-                found["max_new_tokens"] = max(1, params[0].min_new_tokens, min(default, room))
+                found["max_new_tokens"] = max(1, params[0].min_new_tokens, min(most, room))
             return found
 
         requests = [
