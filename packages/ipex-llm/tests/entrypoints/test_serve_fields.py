@@ -572,6 +572,7 @@ def test_messages_of_tools_reach_the_template(parts):
                 {"role": "tool", "content": "3", "tool_call_id": "c"},
                 {"role": "assistant", "content": "x", "reasoning": "because"},
                 {"role": "assistant", "content": "x", "reasoning": {"effort": "low"}},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "because"}]},
             ]
             body = {"messages": messages, "tools": TOOLS, "max_tokens": 1}
             body["chat_template_kwargs"] = {"think": False}
@@ -588,6 +589,7 @@ def test_messages_of_tools_reach_the_template(parts):
         (messages, options), (_, without), (_, some) = seen
         assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
         assert messages[3] == {**messages[4], "reasoning_content": "because"}
+        assert messages[5] == {**messages[3], "content": ""}
         assert messages[2]["tool_call_id"] == "c" and options["think"] is False
         assert [t["function"]["name"] for t in options["tools"]] == ["add", "stop"]
         assert "tools" not in without
@@ -603,6 +605,12 @@ def test_a_refusal_is_text_of_the_assistant(parts):
         for answer in (
             {"content": "sea fox"},
             {"content": said},
+            {
+                "content": [
+                    {**said[0], "type": "input_text"},
+                    {"type": "output_text", "text": "fox"},
+                ]
+            },
             {"content": "sea ", "refusal": "fox"},
             {"content": None, "refusal": "sea fox"},
         ):

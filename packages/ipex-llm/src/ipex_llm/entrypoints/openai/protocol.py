@@ -331,8 +331,19 @@ class CompletionRequest(_Common):
 
 
 class TextPart(Fields):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class Thinking(Fields):
+    """What the assistant thought, as vLLM and Mistral have it."""
+
+    type: Literal["thinking"]
+    thinking: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return ""  # no part of what was said
 
 
 class Refusal(Fields):
@@ -344,6 +355,13 @@ class Refusal(Fields):
     @property
     def text(self) -> str:
         return self.refusal
+
+
+def joined(value: str | list[Any] | None) -> str:
+    """Return a text, or the text of its parts."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return "".join(part.text for part in value)
 
 
 class CalledFunction(Fields):
@@ -367,11 +385,14 @@ class ToolCall(Fields):
         return found if self.id is None else {"id": self.id, **found}
 
 
+MessagePart = Annotated[TextPart | Refusal | Thinking, Field(discriminator="type")]
+
+
 class Message(Fields):
     """One message of a conversation."""
 
     role: str
-    content: str | list[Annotated[TextPart | Refusal, Field(discriminator="type")]] | None = None
+    content: str | list[MessagePart] | None = None
     refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -382,8 +403,12 @@ class Message(Fields):
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        found: dict[str, Any] = {"role": self.role, "content": text + (self.refusal or "")}
+        text = joined(content) + (self.refusal or "")
+        found: dict[str, Any] = {"role": self.role, "content": text}
+        parts = () if isinstance(content, str) else content
+        thoughts = [joined(part.thinking) for part in parts if isinstance(part, Thinking)]
+        if any(thoughts):
+            found["reasoning_content"] = "".join(thoughts)
         if isinstance(self.reasoning, str):
             found["reasoning_content"] = self.reasoning
         for name in ("name", "reasoning_content", "tool_call_id"):

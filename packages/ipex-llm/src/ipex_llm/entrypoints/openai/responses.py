@@ -7,7 +7,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 from ipex_core.errors import MissingComponentError
@@ -29,6 +29,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     chat_of,
     few,
     few_tools,
+    joined,
     wrong,
 )
 from ipex_llm.entrypoints.openai.worker import Failed
@@ -126,24 +127,16 @@ class Item(Fields):
             call = {"id": self.call_id, "type": "function", "function": function}
             return {"role": "assistant", "content": None, "tool_calls": [call]}
         if self.type == "function_call_output":
-            return {"role": "tool", "content": _joined(self.output), "tool_call_id": self.call_id}
+            return {"role": "tool", "content": joined(self.output), "tool_call_id": self.call_id}
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": _joined(self.content)}
+        return {"role": role, "content": joined(self.content)}
 
 
 #: Fields of chats that are not of this API: each is taken, or refused, as in a chat.
 _MORE = (
-    *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *(
-        "repeat_penalty",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "logit_bias",
-        "regex",
-        "grammar",
-    ),
+    *("top_k", "min_p", "repetition_penalty", "repeat_penalty", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("logit_bias", "regex", "grammar"),
     *("include_stop_str_in_output", "skip_special_tokens", "structured_outputs"),
     *("chat_template_kwargs", "add_generation_prompt", *REFUSED),
 )
@@ -274,12 +267,6 @@ class ResponsesRequest(Fields):
 
 def _named(choice: FlatChoice) -> dict[str, Any]:
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def _joined(value: str | Sequence[Part | Refusal] | None) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return "".join(part.text for part in value)
 
 
 #: Kind of an item -> its part and the events of its text.
