@@ -318,11 +318,28 @@ def test_tokens_and_back(decoder, tokenizer):
         body["add_generation_prompt"] = False
         chat = (await client.post("/tokenize", json=body)).json()
         assert tokenizer.decode(chat["tokens"]) == "<|user|>fox</s>"
+        # As in vLLM a conversation has a vector, too.
+        del body["add_generation_prompt"]
+        found = [
+            (await client.post("/v1/embeddings", json=asked)).json()
+            for asked in (body, {"input": chat["tokens"]})
+        ]
+        assert found[0] == found[1] and len(found[0]["data"]) == 1
+        body |= {"truncate_prompt_tokens": 2, "add_generation_prompt": True}
+        found = (await client.post("/v1/embeddings", json=body)).json()
+        assert found["usage"]["prompt_tokens"] == 2
         assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
 
 
+MESSAGES = [{"role": "user", "content": "fox"}]
 BAD = [
-    ("/v1/embeddings", {}, "input", "input: Field required"),
+    ("/v1/embeddings", {}, "input", "must be text"),
+    ("/v1/embeddings", {"messages": []}, "messages", "at least 1 item"),
+    ("/v1/embeddings", {"messages": [{"role": 1}]}, "messages.0.role", "string"),
+    ("/v1/embeddings", {"messages": MESSAGES, "input": "a"}, "input", "beside messages"),
+    ("/v1/embeddings", {"messages": MESSAGES * 100}, "messages", "fewer than 129 tokens"),
+    ("/v1/embeddings", {"messages": MESSAGES, "tools": [1]}, "tools.0", "dictionary"),
+    ("/v1/embeddings", {"messages": MESSAGES * 2, "input": [1] * 10**5}, "input", "beside"),
     ("/v1/embeddings", {"input": ""}, None, None),  # has a start token
     ("/v1/embeddings", {"input": []}, "input", "at least one text"),
     ("/v1/embeddings", {"input": [[]]}, "input", "at least one token"),

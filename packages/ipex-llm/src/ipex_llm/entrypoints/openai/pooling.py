@@ -37,7 +37,7 @@ from ipex_llm.model_loader.pooling import PoolingConfig
 try:
     from fastapi import Request
     from fastapi.responses import JSONResponse, Response
-    from pydantic import BeforeValidator, Field, field_validator, model_validator
+    from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
@@ -59,10 +59,28 @@ class _Pooling(Fields):
         return value
 
 
-class EmbeddingRequest(_Pooling):
-    """Body of ``/v1/embeddings``."""
+class _Conversation(Fields):
+    """What a body can have in the place of a text."""
 
-    input: Any
+    messages: Messages | None = Field(None, min_length=1)
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Flag = False
+
+    def tokens(self, prompts: Prompts) -> list[int]:
+        """Return the tokens of the messages; called in a thread of the tokenizer."""
+        messages = [message.plain() for message in self.messages or ()]
+        prompts.check(messages, True)
+        names = ("messages", "tools", "chat_template_kwargs")
+        chat = chat_of({name: getattr(self, name) for name in names}, {})
+        options = {"add_generation_prompt": self.add_generation_prompt, **chat.template()}
+        return prompts.encode(messages, True, **options)[1]
+
+
+class EmbeddingRequest(_Conversation, _Pooling):
+    """Body of ``/v1/embeddings``; with ``messages`` as vLLM has it."""
+
+    input: Any = Field(None, validate_default=True)
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[Integer, Field(ge=1)] | None = None
     normalize: Flag | None = None
@@ -70,7 +88,11 @@ class EmbeddingRequest(_Pooling):
 
     @field_validator("input")
     @classmethod
-    def _known(cls, value: Any) -> Any:
+    def _known(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("messages") is not None:
+            if value is not None:
+                raise wrong("must not be there beside messages, got both")
+            return value
         if value == []:
             raise wrong("must have at least one text, got none")
         return check_prompts(value, MAX_INPUTS, "texts")
@@ -160,17 +182,14 @@ class ScoreRequest(_Pooling):
         return names, list(zip(first, many, strict=True))
 
 
-class Tokenize(Fields):
+class Tokenize(_Conversation):
     """Body of ``/tokenize``."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = Field(None, min_length=1)
     add_special_tokens: Flag = True
     add_generation_prompt: Flag = True
     return_token_strs: Flag = False
-    tools: Any = None
-    chat_template_kwargs: Any = None
 
     @model_validator(mode="after")
     def _one(self) -> Any:
@@ -185,12 +204,7 @@ class Tokenize(Fields):
                 prompts.check(self.prompt, False)
                 _, tokens = prompts.encode(self.prompt, False, self.add_special_tokens)
             else:
-                messages = [message.plain() for message in self.messages]
-                prompts.check(messages, True)
-                names = ("messages", "tools", "chat_template_kwargs")
-                chat = chat_of({name: getattr(self, name) for name in names}, {})
-                options = {"add_generation_prompt": self.add_generation_prompt, **chat.template()}
-                _, tokens = prompts.encode(messages, True, **options)
+                tokens = self.tokens(prompts)
         except ValueError as error:
             raise ApiError(400, str(error), param=field_of(error)) from None
         found: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
@@ -265,8 +279,15 @@ class Pooled:
                 f"dimensions must be at most {width}, the width of the model, got {body.dimensions}"
             )
             raise ApiError(400, text, param="dimensions")
-        inputs = prompts_of(body.input)
-        names = [("input",)] * len(inputs)
+        if body.messages is None:
+            inputs, name = prompts_of(body.input), "input"
+        else:
+            try:
+                inputs = [await self.worker.apart(lambda: body.tokens(self.prompts))]
+            except ValueError as error:
+                raise ApiError(400, str(error), param=field_of(error)) from None
+            name = "messages"
+        names = [(name,)] * len(inputs)
         vectors, count = await self._vectors(request, inputs, names, body.truncate_prompt_tokens)
         kept = body.dimensions or vectors[0].numel()
         data = []

@@ -128,7 +128,7 @@ class Prompts:
             return "", list(prompt)
         if not getattr(self._tokenizer, "chat_template", None):
             raise ValueError(
-                "messages need a chat template, got a model that has no chat template: use /v1/completions"
+                "messages must be for a model with a chat template, got one that has no chat template: send a text"
             )
         try:
             options = {"add_generation_prompt": True, **template}
