@@ -369,6 +369,8 @@ def test_bounds_of_numbers(parts, structured):
         ({"type": "integer", "minimum": 2**53 + 1}, f"{2**53 + 2}", f"{2**53} {2**53 + 1}"),
         ({"type": "integer", "exclusiveMaximum": 2**60}, "9", f"{2**60}"),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9 9", f"{2**63}"),
+        ({"type": "string", "format": "path", "maxLength": 1}, '"a" ""', '"ab" 1'),
+        ({"enum": [{"format": "path"}]}, '{"format":"path"}', "{}"),
         ({"const": [2**53 + 2]}, f"[{2**53 + 2}]", f"[{2**53}]"),
     ):
         grammar = grammars.make(Wanted("json", json.dumps(rule), "schema"))

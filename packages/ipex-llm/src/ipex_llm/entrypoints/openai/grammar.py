@@ -40,6 +40,10 @@ _LARGEST = 2**63 - 1024
 #: Where a schema has numbers that bind the output, and the direction in which they may be rounded.
 _NUMBERS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 _VALUES = ("const", "enum")
+#: Formats of strings that llguidance knows. Others are notes for readers, as JSON Schema has it.
+_FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +154,7 @@ class Grammars:
 
 
 def _exact(value: Any, name: str = "") -> Any:
-    """Return a schema whose numbers llguidance has exactly: bounds are moved so that no number outside them fits.
+    """Return a schema that llguidance has exactly: bounds are moved so that no number outside them fits.
 
     Args:
         value: The schema, or a part of it.
@@ -159,8 +163,12 @@ def _exact(value: Any, name: str = "") -> Any:
     Raises:
         ValueError: There is no such number.
     """
+    if isinstance(value, dict) and name in _VALUES:
+        return {key: _exact(part, name) for key, part in value.items()}
     if isinstance(value, dict):
-        return {k: _exact(v, name if name in _VALUES else k) for k, v in value.items()}
+        unknown = isinstance(value.get("format"), str) and value["format"] not in _FORMATS
+        left_out = {"format"} if unknown else {}
+        return {key: _exact(part, key) for key, part in value.items() if key not in left_out}
     if isinstance(value, list):
         return [_exact(part, name) for part in value]
     side = _NUMBERS.get(name, 0)
