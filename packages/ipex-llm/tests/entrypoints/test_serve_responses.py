@@ -41,7 +41,7 @@ def test_text(parts):  # noqa: F811
         part = [{"type": "input_text", "text": "fox"}]
         for body in (
             {"input": "fox", "instructions": "sea"},
-            {"input": [{"role": "developer", "content": "sea"}, {"role": "user", "content": part}]},
+            {"input": [{"role": "user", "content": part}, {"role": "developer", "content": "sea"}]},
         ):
             answer = await ask(client, PATH, **GREEDY, **body)
             assert answer["object"] == "response" and answer["status"] == "incomplete"
@@ -57,6 +57,14 @@ def test_text(parts):  # noqa: F811
             details = answer["usage"]["input_tokens_details"]
             assert details == {"cached_tokens": cached, "cache_write_tokens": 0} and cached
             assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+        # Templates take one system message, which is the first.
+        said = [*messages, {"role": "developer", "content": "moon"}]
+        asked = {"messages": said, "return_token_strs": True}
+        count = (await ask(client, "/tokenize", **asked))["token_strs"]
+        assert "".join(count) == "<|system|>seaĊĊmoon</s><|user|>fox</s><|assistant|>"
+        for items in (said[1:], [{"role": "system", "content": "moon"}, messages[1]]):
+            answer = await ask(client, PATH, **GREEDY, instructions="sea", input=items)
+            assert answer["usage"]["input_tokens"] == len(count)
         made = events(await client.post(PATH, json={**GREEDY, **body, "stream": True}))
         kinds = [event["type"].removeprefix("response.") for event in made]
         assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]

@@ -26,6 +26,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     chat_of,
     check_prompts,
     field_of,
+    plain_messages,
     prompts_of,
     short,
     wrong,
@@ -69,7 +70,7 @@ class _Conversation(Fields):
 
     def tokens(self, prompts: Prompts) -> list[int]:
         """Return the tokens of the messages; called in a thread of the tokenizer."""
-        messages = [message.plain() for message in self.messages or ()]
+        messages = plain_messages(self.messages or ())
         prompts.check(messages, True)
         names = ("messages", "tools", "chat_template_kwargs")
         chat = chat_of({name: getattr(self, name) for name in names}, {})

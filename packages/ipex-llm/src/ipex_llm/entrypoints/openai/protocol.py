@@ -419,6 +419,23 @@ class Message(Fields):
         return found
 
 
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them.
+
+    Most templates take one system message, the first, and fail at the role ``developer`` or leave it out: such messages
+    are joined to the system message.
+    """
+    found = [message.plain() for message in messages]
+    if any(message["role"] == "developer" for message in found):
+        start = next((m for m in found if m["role"] != "developer"), found[0])
+        if start["role"] == "system":
+            start["role"] = "developer"
+        text = "\n\n".join(m["content"] for m in found if m["role"] == "developer")
+        others = [m for m in found if m["role"] != "developer"]
+        found = [{"role": "system", "content": text}, *others]
+    return found
+
+
 #: Of a conversation.
 Messages = Annotated[list[Message], few(MAX_MESSAGES, "messages", MAX_PARTS)]
 

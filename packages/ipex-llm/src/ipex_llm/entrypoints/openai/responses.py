@@ -128,8 +128,7 @@ class Item(Fields):
             return {"role": "assistant", "content": None, "tool_calls": [call]}
         if self.type == "function_call_output":
             return {"role": "tool", "content": joined(self.output), "tool_call_id": self.call_id}
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": joined(self.content)}
+        return {"role": self.role, "content": joined(self.content)}
 
 
 #: Fields of chats that are not of this API: each is taken, or refused, as in a chat.
@@ -216,7 +215,7 @@ class ResponsesRequest(Fields):
         )
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "developer", "content": self.instructions})
         for item in items:
             message = item.message()
             if message is None:

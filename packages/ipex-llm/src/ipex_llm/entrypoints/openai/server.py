@@ -35,6 +35,7 @@ from ipex_llm.entrypoints.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     field_of,
+    plain_messages,
     read_body,
     sampling_params,
 )
@@ -181,14 +182,14 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await read_body(ChatRequest, request, turn)
-        return await api.answer(request, body, [[m.plain() for m in body.messages]], True)
+        return await api.answer(request, body, [plain_messages(body.messages)], True)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         body = await read_body(ResponsesRequest, request, turn)
         chat = body.chat()
         answer = Answer(chat.model or settings.name, body)
-        return await api.answer(request, chat, [[m.plain() for m in chat.messages]], True, answer)
+        return await api.answer(request, chat, [plain_messages(chat.messages)], True, answer)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
