@@ -94,11 +94,13 @@ def test_calls_and_what_they_returned(parts):  # noqa: F811
         made = events(await client.post(PATH, json={**body, "stream": True}))
         done = next(e for e in made if e["type"] == "response.function_call_arguments.done")
         assert json.loads(done["arguments"]) == json.loads(call["arguments"])
-        more = [*tools, {"type": "function", "name": "other"}]
+        other = [{"type": "web_search"}, {"type": "namespace", "name": "x", "tools": tools}]
+        more = [*other, *tools, {"type": "function", "name": "other"}]
         some = {"type": "allowed_tools", "mode": "required", "tools": [body["tool_choice"]]}
         changes = {"tools": more, "tool_choice": some, "max_output_tokens": 300}
         answer = await ask(client, PATH, **body | changes)
         assert answer["tool_choice"] == some and answer["output"][0]["name"] == "add"
+        assert [tool["name"] for tool in answer["tools"]] == ["add", "other"]
         output = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         body["input"] = [{"role": "user", "content": "fox"}, call, output]
         body["tool_choice"] = "none"
@@ -189,7 +191,9 @@ BAD = [
     ({"input": "a", "store": "yes"}, "store", "bool"),
     ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
     ({"input": "a", "tools": [{"type": "function", "name": "a"}] * 2}, "tools", "'a' twice"),
-    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+    ({"input": "a", "tools": [{"name": "a"}]}, "tools.0.type", "required"),
+    ({"input": "a", "tools": [{"type": "mcp"}] * 129}, "tools", "at most 128 tools"),
+    ({"input": "a", "tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "none"),
     ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),
     ({"input": "a", "tool_choice": "required"}, "tool_choice", "tools to choose from"),
     ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),

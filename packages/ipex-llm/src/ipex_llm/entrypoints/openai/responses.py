@@ -35,13 +35,20 @@ from ipex_llm.entrypoints.openai.protocol import (
 from ipex_llm.entrypoints.openai.worker import Failed
 
 try:
-    from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+    from pydantic import (
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        ValidationInfo,
+        field_validator,
+    )
 except ImportError as _error:
     raise MissingComponentError("the server needs FastAPI: pip install 'ipex[serve]'") from _error
 
 
 _LOGPROBS = "message.output_text.logprobs"
-#: What an answer can have besides. All but the first belong to tools of the provider, which are refused.
+#: What an answer can have besides. All but the first belong to tools of the provider, which are left out.
 _INCLUDED = (
     _LOGPROBS,
     "reasoning.encrypted_content",
@@ -77,6 +84,16 @@ class FlatTool(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Flag | None = None
+
+
+def _functions(value: Any) -> Any:
+    """Leave out tools that are no functions: agents offer what only their provider has to every server."""
+
+    def other(tool: Any) -> bool:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        return isinstance(kind, str) and kind != "function"
+
+    return [tool for tool in value if not other(tool)] if isinstance(value, list) else value
 
 
 class FlatChoice(Fields):
@@ -153,7 +170,7 @@ class ResponsesRequest(Fields):
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    tools: Annotated[list[FlatTool] | None, few_tools] = None
+    tools: Annotated[list[FlatTool] | None, BeforeValidator(_functions), few_tools] = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[FlatChoice | FlatAllowed, Field(discriminator="type")]
