@@ -532,6 +532,7 @@ def test_tools_that_must_be_called(parts, structured):
                 "tool_choice": choice,
                 "seed": 1,
                 "parallel_tool_calls": False,
+                "response_format": {"type": "json_object"},
             }
             (found,) = (await ask(client, "/v1/chat/completions", **body))["choices"]
             assert found["finish_reason"] == "tool_calls"

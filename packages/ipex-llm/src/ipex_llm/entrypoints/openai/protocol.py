@@ -551,7 +551,8 @@ class ChatRequest(_Common):
     def wanted(self) -> Wanted | None:
         """As for completions; the calls, where there must be some."""
         found = super().wanted()
-        if self.forced and found is not None:
+        # A response_format is about texts, of which an answer that must be calls has none.
+        if self.forced and found is not None and not found.field.startswith("response_format"):
             raise ValueError(f"tool_choice must leave room for {found.field}, got both")
         if self.forced and not (self.offered or self.named):
             raise ValueError("tool_choice must have tools to choose from, got none")
