@@ -223,7 +223,10 @@ def test_max_completion_tokens(parts):
     @server
     async def _(client):
         body = {"messages": [{"role": "user", "content": "fox"}], "ignore_eos": True}
-        for limits in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
+        for limits in (
+            {"max_completion_tokens": 3.0},
+            {"max_completion_tokens": 3, "max_tokens": 9},
+        ):
             found = await ask(client, "/v1/chat/completions", **body, **limits)
             assert found["usage"]["completion_tokens"] == 3
         answers = []

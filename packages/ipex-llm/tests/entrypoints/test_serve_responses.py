@@ -154,7 +154,7 @@ def test_log_probabilities_and_what_is_echoed(parts):  # noqa: F811
 
 
 def test_the_effort_reaches_the_template():
-    for effort, thinking in (("low", True), ("none", False)):
+    for effort, thinking in (("low", True), ("max", True), ("none", False)):
         body = ResponsesRequest(input="a", reasoning={"effort": effort})
         template = body.chat().template()
         assert template == {"reasoning_effort": effort, "enable_thinking": thinking}

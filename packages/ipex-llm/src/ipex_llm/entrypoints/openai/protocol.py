@@ -101,9 +101,16 @@ _AT_ONCE = 16 << 10
 #: one after the other would take the interpreter and a core from the streams.
 _REST, _LONGEST_REST = 3.0, 1.0
 
+
+def _whole(value: Any) -> Any:
+    """Return a number without a fraction as an integer: many languages write all numbers with one."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
 #: JSON has numbers, texts and truth values; one is not taken for another.
 Number = Annotated[float, Field(strict=True)]
-Integer = Annotated[int, Field(strict=True)]
+_Exact = Annotated[int, Field(strict=True)]
+Integer = Annotated[_Exact, BeforeValidator(_whole)]
 Flag = Annotated[bool, Field(strict=True)]
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -483,7 +490,7 @@ _RESERVED = frozenset(
 )
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(_Common):
@@ -497,7 +504,7 @@ class ChatRequest(_Common):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: Flag = True
     reasoning_effort: Effort | None = None
-    chat_template_kwargs: dict[str, str | Flag | Integer | Number | None] | None = None
+    chat_template_kwargs: dict[str, str | Flag | _Exact | Number | None] | None = None
 
     @field_validator("tools")
     @classmethod
