@@ -292,6 +292,19 @@ def test_changed_weights_are_seen() -> None:
     assert got.tolist() == want.tolist()
 
 
+def test_changed_distances_are_seen() -> None:
+    pair = [copy.deepcopy(_stock("t5")), ipex_llm.optimize(copy.deepcopy(_stock("t5")))]
+    for _ in range(2):
+        got, want = (
+            _generate(one, "t5", output_scores=True, return_dict_in_generate=True)
+            for one in pair[::-1]
+        )
+        torch.testing.assert_close(got.scores, want.scores, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            for one in pair:
+                one.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.mul_(-9)
+
+
 def test_restore_and_copy() -> None:
     import ipex_core
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import re
 from typing import Any
 
@@ -438,20 +439,25 @@ def test_new_weights_are_used(runs: list[int]) -> None:
 
 
 _CHANGED = ("mixtral", "gpt_oss", "gemma4_moe", "stablelm_parallel", "nemotron", "inkling")
+_CHANGED += ("gemma3n", "apertus", "gptj")
 
 
 @pytest.mark.parametrize("name", [name for name in _CHANGED if name in CAUSAL])
-def test_each_changed_parameter_is_seen(name: str) -> None:
-    """Routers, norms whose numbers are computed, and all others: one of each kind."""
+def test_each_changed_tensor_is_seen(name: str) -> None:
+    """Routers, norms and buffers whose numbers are computed, and all others: one of each kind."""
     model, ids = build(name), tokens(1, 8)
     fast = optimize(model)
-    kinds = {re.sub(r"\d+", "", key): key for key, _ in reversed([*model.named_parameters()])}
+    tensors = [*model.named_buffers(), *model.named_parameters()]
+    kinds = {
+        re.sub(r"\d+", "", key): key for key, one in reversed(tensors) if one.is_floating_point()
+    }
     for key in kinds.values():
-        if isinstance(fast.get_parameter(key), PackedWeight):
+        pair = [operator.attrgetter(key)(one) for one in (model, fast)]
+        if isinstance(pair[1], PackedWeight):
             continue  # it refuses changes
         before = model(ids).logits
-        for one in (model, fast):
-            one.get_parameter(key).mul_(1.5)
+        for one in pair:
+            one.mul_(1.5)
         exact = model(ids).logits
         off = (fast(ids).logits - exact).abs().max()
         assert off <= 1e-3 + 0.01 * (exact - before).abs().max(), key

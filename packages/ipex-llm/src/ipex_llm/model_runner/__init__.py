@@ -130,6 +130,7 @@ class Runner:
             if key not in ropes:
                 ropes[key] = Rope(plans[key], plan.max_positions, self.device)
         self._ropes = [ropes[key] for key in self.emitter.ropes]
+        self.store.watch_buffers(plan.decoder, not any(rope.by_length for rope in self._ropes))
         self.surroundings = Surroundings(plan.decoder)
         self._lock = threading.Lock()
 

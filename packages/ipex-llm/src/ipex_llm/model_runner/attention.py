@@ -331,7 +331,8 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     quantized = isinstance(up, WoqLinearModule)
     if quantized:  # small; products of single heads have no quantized form
         weight = up.dequantize(store.dtype)
-        store._own.append((up, "packed_weight", up.packed()))
+        up.packed()
+        store.watch(up, "packed_weight", written=False)
     else:
         check_packable([up])
         _unpack(up)

@@ -136,11 +136,10 @@ class WeightStore:
         self.dtype = dtype
         self.shared = shared or {}
         self._entries: list[tuple[nn.Module, str, PlannedWeight]] = []
-        self._plain: list[tuple[nn.Module, str, Any, int]] = []
+        #: Parameters and buffers by the dict of their module, as this is asked in each step; see `watch`.
+        self._plain: list[tuple[dict[str, Any], str, Any, int]] = []
         #: Quantized layers and what their weight is a part of.
         self._lent: list[tuple[Any, Tensor]] = []
-        #: Quantized weights that are used as they are: module, name of the buffer, what it was.
-        self._own: list[tuple[nn.Module, str, Tensor]] = []
         self._memo: dict[tuple[int, ...], Linear] = {}
         self._norms: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
@@ -192,9 +191,8 @@ class WeightStore:
         ]
         own = -1, *(id(value) for _, _, value in parameters)
         if own in self._memo:
-            for module, name, value in parameters:
-                if value is not None:
-                    self._plain.append((module, name, value, version_of(value)))
+            for module, name, _ in parameters:
+                self.watch(module, name)
         else:
             self._memo[own] = self._any([plan], False)
         self._memo[key] = self._memo[own]
@@ -226,7 +224,9 @@ class WeightStore:
         features = sum(_features(module) for module in modules) if order is None else len(order)
         features = features // 2 if fused or len(plans) == 2 else features
         if not lent:
-            self._own.append((modules[0], "packed_weight", packed))
+            self.watch(modules[0], "packed_weight", written=False)
+        for module in modules:
+            self.watch(module, "bias")
         if bias is not None and bias.dtype not in (torch.float32, self.dtype):
             bias = bias.to(self.dtype)
         return Linear("woq_linear", packed, features, bias, dict(modes))
@@ -250,7 +250,7 @@ class WeightStore:
             and kept is weight.packed
             and weight.dtype == self.dtype
         ):  # packed by ipex_core.optimize already
-            self._plain.append((only, "weight", weight, -1))
+            self.watch(only, "weight", written=False)
             bias = self._bias(plans, fused)
             return Linear("linear", weight.packed, weight.shape[0], bias)
         for module in modules:
@@ -298,7 +298,7 @@ class WeightStore:
                 some = some or bias is not None
                 rows = _out_features(module, plan.transposed)
                 if bias is not None:
-                    self._plain.append((module, "bias", bias, version_of(bias)))
+                    self.watch(module, "bias")
                 parts.append(
                     torch.zeros(rows, device=self.device) if bias is None else bias.detach()
                 )
@@ -324,7 +324,7 @@ class WeightStore:
         owners = self.shared.get(id(parameter), [(module, name)])
         wrapper: Any = PlannedWeight.of(parameter, packed, recover)
         if parameter.dtype != self.dtype or not _exchangeable(module, owners, wrapper):
-            self._plain.append((module, name, parameter, version_of(parameter)))
+            self.watch(module, name)
             return
         # Owners share what is remembered of the original, too.
         states = [(state_of(owner), key) for owner, key in owners]
@@ -355,10 +355,9 @@ class WeightStore:
         result = value.detach()
         if result.dtype not in (torch.float32, self.dtype):
             result = result.to(self.dtype)
-        if parameter is not None and parameter is value and result.dtype == value.dtype:
-            self._plain.append((module, name, parameter, -1))
-        else:  # the result was computed from it
-            self.watch(module, name)
+        # Where the result was computed from it, writes to it count.
+        same = parameter is value and result.dtype == value.dtype
+        self.watch(module, name, written=not same)
         return result
 
     def norm(self, plan: NormPlan) -> tuple[Tensor | None, Tensor | None]:
@@ -379,24 +378,43 @@ class WeightStore:
             self._norms[key] = weight, bias
         return self._norms[key]
 
-    def watch(self, module: nn.Module, name: str) -> None:
-        """Let `fresh` notice changes of a parameter that a program's constants were computed from; it may be None."""
-        parameter = module._parameters.get(name)
-        version = -1 if parameter is None else version_of(parameter)
-        self._plain.append((module, name, parameter, version))
+    def watch(self, module: nn.Module, name: str, written: bool = True) -> None:
+        """Let `fresh` notice that a parameter or buffer, which may be None, is another one.
+
+        Args:
+            module: The module.
+            name: Name of the parameter or buffer.
+            written: Also notice that its numbers changed, as a program's constants were computed from them.
+        """
+        table: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+        value = table.get(name)
+        version = version_of(value) if written and value is not None else -1
+        self._plain.append((table, name, value, version))
+
+    def watch_buffers(self, module: nn.Module, rotations: bool = True) -> None:
+        """Let `fresh` notice changes of buffers, as detection may have read their numbers.
+
+        Args:
+            module: All modules in it have their buffers watched.
+            rotations: Whether frequencies of rotations are watched; some models exchange them in their own forward.
+        """
+        for part in module.modules():
+            if isinstance(part, WoqLinearModule):
+                continue  # its weight is watched where it is packed
+            for name in part._buffers:
+                if rotations or not name.endswith("inv_freq"):
+                    self.watch(part, name)
 
     def fresh(self) -> bool:
-        """Return whether all parameters are still those that the programs were made from."""
+        """Return whether all parameters and buffers are still those that the programs were made from."""
         for module, name, wrapper in self._entries:
             if module._parameters.get(name) is not wrapper:
                 return False
-        for module, name, parameter, version in self._plain:
-            found = module._parameters.get(name)
-            if found is not parameter or (version >= 0 and found._version != version):
+        for table, name, value, version in self._plain:
+            found = table.get(name)
+            if found is not value or (version >= 0 and found._version != version):
                 return False
-        if not all(_woq.taken(module, packed) for module, packed in self._lent):
-            return False
-        return all(module._buffers.get(name) is packed for module, name, packed in self._own)
+        return all(_woq.taken(module, packed) for module, packed in self._lent)
 
     def undo(self) -> None:
         """Put the original parameters back, unpacked."""
@@ -406,7 +424,6 @@ class WeightStore:
         for module, _ in self._lent:
             _woq.give_back(module)
         self._lent.clear()
-        self._own.clear()
         self._entries.clear()
         self._plain.clear()
         self._memo.clear()

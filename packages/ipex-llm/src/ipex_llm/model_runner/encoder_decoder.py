@@ -79,6 +79,9 @@ class PairRunner:
             self._program(masked=False, alone=True)  # what cannot be written raises here
             self._cross = self._write_cross()
             self.surroundings = Surroundings(plan.decoder, itself=True)
+            self.store.watch_buffers(plan.decoder)
+            for bias in self.biases:
+                self.store.watch(bias.module, "weight")
         except BaseException:
             self.store.undo()
             raise

@@ -17,7 +17,6 @@ from ipex_llm.model_runner.dense import (
     WeightStore,
     _unpack,
     check_packable,
-    version_of,
 )
 from ipex_quant import combine_linears
 from ipex_quant.weight_only.linear import WoqLinearModule
@@ -61,7 +60,8 @@ def pack_experts(store: WeightStore, plan: ExpertsPlan) -> Experts:
     if plan.up is not None:
         return _pack_flat(store, plan, plan.up)
     if stacks is not None:
-        store._own += stacks.packed
+        for owner, name, _ in stacks.packed:
+            store.watch(owner, name, written=False)
         w13, w2 = (packed for _, _, packed in stacks.packed)
         w13 = w13[: plan.experts]  # those behind give what they read
         return Experts(w13, w2, *_stacked_biases(store, plan), stacks.lowp)
@@ -108,7 +108,7 @@ def _stacked_biases(store: WeightStore, plan: ExpertsPlan) -> tuple[Tensor | Non
     names = {id(p): n for n, p in plan.module._parameters.items() if p is not None}
     for value in (bias, down):
         if isinstance(value, nn.Parameter) and id(value) in names:
-            store._plain.append((plan.module, names[id(value)], value, version_of(value)))
+            store.watch(plan.module, names[id(value)])
     if bias is not None:
         bias = bias.detach()
         if plan.interleaved:
@@ -286,7 +286,7 @@ def _list_biases(
             continue
         for module in modules:
             if module.bias is not None:
-                store._plain.append((module, "bias", module.bias, version_of(module.bias)))
+                store.watch(module, "bias")
         rows = [
             torch.zeros(m.out_features, device=store.device)
             if m.bias is None
