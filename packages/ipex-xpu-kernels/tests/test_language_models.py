@@ -282,6 +282,10 @@ def test_decoders_run_as_programs(name: str) -> None:
             ids.to("xpu"), attention_mask=mask.to("xpu"), num_beams=beams, **options
         )
         assert out.tolist() == wanted.tolist()
+    # Its own forward reads the weights that programs have packed.
+    with torch.no_grad():
+        own = fast(ids.to("xpu"), output_attentions=True, use_cache=False).logits
+        torch.testing.assert_close(own.cpu(), model(ids).logits, rtol=1e-3, atol=1e-3)
 
 
 def test_a_program_on_the_device_follows_the_parameters() -> None:

@@ -54,10 +54,10 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     n, k = weight.shape
     inner = _inner(weight.dtype)
     columns, rows = -(-n // PANEL) * PANEL, -(-k // inner) * inner
-    padded = torch.zeros(columns, rows, dtype=weight.dtype)
+    padded = weight.new_zeros(columns, rows)
     padded[:n, :k] = weight
     panels = padded.view(columns // PANEL, PANEL, rows // inner, inner).transpose(1, 2)
-    head = header(FORMATS[weight.dtype], n, k)
+    head = header(FORMATS[weight.dtype], n, k).to(weight.device)
     return torch.cat([head, panels.contiguous().view(-1).view(torch.uint8)])
 
 

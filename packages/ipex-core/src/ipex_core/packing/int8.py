@@ -34,12 +34,13 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """Pack an int8 ``[N, K]`` weight."""
     n, k = weight.shape
     columns, rows = _padded(n, k)
-    padded = torch.zeros(columns, rows, dtype=torch.int8)
+    padded = weight.new_zeros(columns, rows, dtype=torch.int8)
     padded[:n, :k] = weight
     panels = padded.view(columns // PANEL, PANEL, rows // 4, 4).transpose(1, 2)
     sums = padded.sum(1, dtype=torch.int32)
     parts = (sums, panels.contiguous().view(-1))
-    return torch.cat([dense.header(FORMAT, n, k), *(part.view(torch.uint8) for part in parts)])
+    head = dense.header(FORMAT, n, k).to(weight.device)
+    return torch.cat([head, *(part.view(torch.uint8) for part in parts)])
 
 
 def unpack(packed: torch.Tensor, out_features: int, in_features: int) -> torch.Tensor:
