@@ -256,7 +256,7 @@ def _structure(name: str) -> Any:
         "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.3,
         "max_position_embeddings": 64,
     }  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **STRUCTURES[name]})
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **(STRUCTURES | RECURRENT)[name]})
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -286,6 +286,56 @@ def test_decoders_run_as_programs(name: str) -> None:
     with torch.no_grad():
         own = fast(ids.to("xpu"), output_attentions=True, use_cache=False).logits
         torch.testing.assert_close(own.cpu(), model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+#: As `STRUCTURES`, with layers that keep a state: the gated delta rule, the scans of both Mambas, short convolutions
+#: alone, and the recurrence of RWKV.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **dict.fromkeys(("linear_num_value_heads", "num_experts"), 4),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8),
+        "linear_num_key_heads": 2,
+    },
+    "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2},
+    "Mamba": {"state_size": 8},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Rwkv": {},
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_layers_with_a_state_run_as_programs(name: str) -> None:
+    """Tokens of greedy search and of beams, and of an engine that keeps states of prefixes, are the host's."""
+    llm = pytest.importorskip("ipex_llm")
+    from ipex_llm.engine import Engine, SamplingParams
+
+    model = _structure(name)
+    hosts, fast = (llm.optimize(model, dtype=torch.float32, device=d) for d in ("cpu", "xpu"))
+    assert _runner(fast).device.type == "xpu"
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(3))
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    beams = (1,) if name == "Rwkv" else (1, 3)  # transformers copies no states of RWKV
+    for count in beams:
+        wanted = hosts.generate(ids, num_beams=count, **options)
+        assert fast.generate(ids.to("xpu"), num_beams=count, **options).tolist() == wanted.tolist()
+    prompts = [[*ids[0].tolist(), *more] for more in ([1, 2, 3], [4], [5] * 21)]
+    found = []
+    for one in (hosts, fast):
+        engine = Engine(one, num_blocks=40, block_size=4, eos_token_ids=[])
+        found.append(
+            [engine.generate([p], SamplingParams(max_new_tokens=9))[0].tokens for p in prompts]
+        )
+    assert found[0] == found[1]
+
+
+def test_a_quantized_cache_beside_states() -> None:
+    optimize = pytest.importorskip("ipex_llm").optimize
+
+    options = {"dtype": torch.float32, "kv_cache_dtype": "int8"}
+    hosts, fast = (optimize(_structure("Lfm2"), device=d, **options) for d in ("cpu", "xpu"))
+    assert _runner(fast) is not None
+    assert tokens(fast, "xpu") == tokens(hosts, "cpu")
 
 
 def test_a_program_on_the_device_follows_the_parameters() -> None:
@@ -383,11 +433,17 @@ def test_the_engine_runs_on_the_device(kind: str | None) -> None:
 
 def test_what_has_no_program_on_the_device_runs_layer_by_layer() -> None:
     llm = pytest.importorskip("ipex_llm")
-    mamba = transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
-    ).eval()
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
+    pair = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
     for model, options, reason in (
-        (mamba, {}, "on xpu, layers that keep a state have no program"),
+        (pair, {}, "on xpu, encoder-decoders have no program"),
         (llama(), {"depth": 1}, "depth is 1"),
         (llama(), {"depth": 2}, "depth is 2"),
     ):
@@ -409,7 +465,7 @@ def test_options_that_xpu_does_not_have() -> None:
         transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     )
     with pytest.raises(NotImplementedError, match="kv_cache_dtype must be None for this model"):
-        optimize(mamba.eval(), device="xpu", kv_cache_dtype="int8")
+        optimize(mamba.eval(), device="xpu", kv_cache_dtype="int8", depth=1)
     fast = optimize(llama(), device="xpu", kv_cache_dtype="int8", depth=1)
     ids = torch.tensor([[1, 2]], device="xpu")
     with pytest.raises(ValueError, match="past_key_values must be None or an empty DynamicCache"):

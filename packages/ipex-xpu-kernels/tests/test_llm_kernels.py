@@ -17,6 +17,8 @@ from ipex_core.ops.woq_weight import woq_weight
 pytestmark = pytest.mark.usefixtures("always")
 
 NAMES = (
+    "causal_conv1d_varlen",
+    "gated_delta_rule",
     "moe_routing",
     "reshape_and_cache",
     "reshape_and_cache_flash",
@@ -25,6 +27,9 @@ NAMES = (
     "rotary_embedding_table",
     "sample_token",
     "sample_token_seeded",
+    "selective_scan_varlen",
+    "ssd_scan",
+    "wkv_scan",
 )
 #: Samples of `fused_experts` whose weights are quantized.
 QUANTIZED_EXPERTS = ("int8_", "int4_", "fp4_", "nf4_", "quantized_", "relu2_int")

@@ -352,9 +352,18 @@ def _flash_attn_varlen_func(a: Arguments) -> bool:
     return True
 
 
+def _bmm(
+    a: Tensor, b: Tensor, add: Tensor | None = None, alpha: float = 1.0, out_features: int = 0
+) -> Tensor | None:
+    if b.dtype == torch.uint8 or add is not None or alpha != 1.0:
+        return None
+    return torch.bmm(a, b)  # in the dtype of the factors, with sums in float32
+
+
 #: Name of an op -> what runs for tensors of the device; None or False: as it is defined.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attention": _attention,
+    "bmm": _bmm,
     "decode_attention": _decode_attention,
     "flash_attn_varlen_func": _flash_attn_varlen_func,
     "single_query_cached_kv_attention": _single_query,

@@ -45,10 +45,19 @@ def _before_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any
 @functools.cache
 def register() -> tuple[str, ...]:
     """Register them with torch, once, and return the names of the ops."""
-    from ipex_xpu_kernels import _attention, _cache, _choice, _experts, _int8, _optim, _woq
+    from ipex_xpu_kernels import (
+        _attention,
+        _cache,
+        _choice,
+        _experts,
+        _int8,
+        _optim,
+        _recurrence,
+        _woq,
+    )
 
     functions: dict[str, Callable[..., Any]] = {}
-    for module in (_attention, _cache, _choice, _int8, _optim, _woq):
+    for module in (_attention, _cache, _choice, _int8, _optim, _recurrence, _woq):
         functions.update(module.FUNCTIONS)
     for name, function in functions.items():
         _library().impl(name, _with_definition(name, function), "XPU")

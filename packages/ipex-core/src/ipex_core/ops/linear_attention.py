@@ -20,6 +20,7 @@ from ipex_core.library.checks import (
     check_device,
     check_dtype_in,
     check_kind,
+    check_once,
     check_shape,
     check_tensor,
     randn,
@@ -52,7 +53,7 @@ def _spans(
 
 
 def _check_spans(a: Arguments, rows: int, states: int) -> None:
-    """Check ``query_starts``, ``lengths`` and ``slots``: their dtypes and shapes, and on the CPU their numbers."""
+    """Check ``query_starts``, ``lengths`` and ``slots``: their dtypes, shapes and numbers."""
     x = a.v if hasattr(a, "v") else a.x
     batch = a.lengths.shape[0] if a.lengths.dim() == 1 else 0
     for name, size in (("query_starts", batch + 1), ("lengths", batch), ("slots", batch)):
@@ -60,19 +61,22 @@ def _check_spans(a: Arguments, rows: int, states: int) -> None:
         check_device(a.op, name, value, x, "the rows")
         check_dtype_in(a.op, name, value, torch.int32)
         check_shape(a.op, name, value, [size])
-    if any(t.device.type != "cpu" for t in (a.query_starts, a.lengths, a.slots)):
-        return
-    if any(type(t) is not Tensor for t in (a.query_starts, a.lengths, a.slots)):
+    numbers = a.query_starts, a.lengths, a.slots
+    if any(type(t) is not Tensor or t.is_meta for t in numbers):
         return  # fake tensors have no numbers
-    starts = a.query_starts
-    counts = starts[1:] - starts[:-1]
-    whole = int(starts[0]) == 0 and int(starts[-1]) == rows and bool((counts >= 0).all())
-    a.require(whole, "query_starts", f"rise from 0 to {rows}", starts.tolist())
-    a.require(
-        bool((a.lengths >= counts).all()), "lengths", "count the new rows", a.lengths.tolist()
-    )
-    inside = bool(((a.slots >= 0) & (a.slots < states)).all())
-    a.require(inside, "slots", f"be in [0, {states})", a.slots.tolist())
+
+    def check_values() -> None:
+        starts, lengths, slots = (t.cpu() for t in numbers)
+        counts = starts[1:] - starts[:-1]
+        whole = int(starts[0]) == 0 and int(starts[-1]) == rows and bool((counts >= 0).all())
+        a.require(whole, "query_starts", f"rise from 0 to {rows}", starts.tolist())
+        a.require(
+            bool((lengths >= counts).all()), "lengths", "count the new rows", lengths.tolist()
+        )
+        inside = bool(((slots >= 0) & (slots < states)).all())
+        a.require(inside, "slots", f"be in [0, {states})", slots.tolist())
+
+    check_once(numbers, (a.op, rows, states), check_values)
 
 
 # --- the short convolution --------------------------------------------------------------------------------------------

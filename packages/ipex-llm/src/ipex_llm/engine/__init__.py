@@ -197,11 +197,13 @@ class Engine:
         longest = -(-self.max_model_len // block_size)
         one = self.runner.cache_bytes(1, block_size, cache_dtype)
         plan = self.runner.plan
+        device = getattr(self.runner, "device", None)
         #: Whether layers keep a state of each sequence; their rows have the numbers of the running requests.
         self._states = bool(getattr(plan, "has_states", False))
         kept = 0
         if self._states and prefix_reuse:
-            kept = snapshot_rows(max_state_snapshots, max_num_seqs, self.runner.state_bytes(1))
+            size = self.runner.state_bytes(1)
+            kept = snapshot_rows(max_state_snapshots, max_num_seqs, size, device)
         rows = max_num_seqs + kept
         states = self.runner.state_bytes(rows) if self._states else 0
         if self._states and speculative_config is not None:
@@ -216,7 +218,6 @@ class Engine:
             one += 0 if draft is None else draft.cache_bytes(1, block_size)
         self.speculative_config = speculative
         most = longest * max_num_seqs
-        device = getattr(self.runner, "device", None)
         blocks = cache_blocks(one, num_blocks, cache_bytes, most, memory_share, states, device)
         if self._states:
             self._cache = self.runner.new_cache(blocks, block_size, cache_dtype, rows)

@@ -81,17 +81,20 @@ def cache_blocks(
     return num_blocks
 
 
-def snapshot_rows(wanted: int | None, most: int, size: int) -> int:
+def snapshot_rows(
+    wanted: int | None, most: int, size: int, device: torch.device | None = None
+) -> int:
     """Return how many states of prefixes to keep.
 
     Args:
         wanted: What was asked for, or None.
         most: Otherwise at most.
         size: Bytes of one.
+        device: Where they are; None: on the CPU.
     """
     if wanted is not None:
         return wanted
-    free = available_memory()
+    free = available_memory(device)
     return most if free is None else min(most, free // 8 // size)
 
 

@@ -306,7 +306,7 @@ class PagedCache:
         """Copy the states of sequences from rows to others."""
         if not sources:
             return
-        at, to = torch.tensor(sources), torch.tensor(targets)
+        at, to = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
         for tensors in self._states.values():
             for one in tensors:
                 one[to] = one[at]

@@ -400,7 +400,7 @@ class Runner:
     def _ngrams(self, cache: PagedCache, tokens: Tensor, step: Step) -> Tensor:
         """Return the rows of n-grams of tokens for all layers that read them, side by side; keep the last tokens."""
         assert step.states is not None
-        starts, at = step.starts.long(), step.states.long()
+        tokens, starts, at = tokens.cpu(), step.starts.long(), step.states.long().to(self.device)
         counts, sequences = starts.diff(), torch.arange(len(step.lengths))
         fresh = (step.lengths == counts).unsqueeze(1)
         found = []
@@ -415,7 +415,7 @@ class Runner:
             every[places] = tokens
             kept[at] = every[begin[1:, None] - context + each].to(kept)
             windows = every[places[:, None] + torch.arange(-context, 1)]
-            found.append(ngram_rows(plan, windows).to(self.dtype))
+            found.append(ngram_rows(plan, windows.to(self.device)).to(self.dtype))
         return torch.cat(found, dim=1).contiguous()
 
     def _placed(self, inputs: list[Any]) -> list[Any]:

@@ -334,14 +334,16 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
         up.packed()
         store.watch(up, "packed_weight", written=False)
     else:
-        check_packable([up])
+        check_packable([up], store.device.type)
         _unpack(up)
         weight = up._parameters["weight"].detach().to(store.dtype)
     heads = weight.view(plan.heads, plain + latent.value_dim, latent.rank)
     keys = heads.new_zeros(plan.heads, latent.rank + latent.common, plain)
     keys[:, : latent.rank] = heads[:, :plain].transpose(1, 2)
     packed = pack_blocks(keys), pack_blocks(heads[:, plain:])
-    if not quantized:
+    if not quantized and store.device.type != "cpu":
+        store.watch(up, "weight")
+    elif not quantized:
         part = _UpPart(*packed, latent.rank, latent.common, plain, latent.value_dim, store.dtype)
         store._replace(up, "weight", packed[0], part)
     query = None if latent.query is None else store.linear(latent.query)
@@ -349,7 +351,9 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
 
 
 def pack_blocks(weights: Tensor) -> Tensor:
-    """Pack weights ``[B, out, in]`` for ``bmm``."""
+    """Pack weights ``[B, out, in]`` for ``bmm``; a device reads them as they lie."""
+    if weights.device.type != "cpu":
+        return weights.contiguous().mT
     pack = torch.ops.ipex.pack_linear_weight
     return torch.stack([pack(one.contiguous()) for one in weights])
 

@@ -356,7 +356,7 @@ class WeightStore:
         if result.dtype not in (torch.float32, self.dtype):
             result = result.to(self.dtype)
         # Where the result was computed from it, writes to it count.
-        same = parameter is value and result.dtype == value.dtype
+        same = result.dtype == value.dtype and parameter is value
         self.watch(module, name, written=not same)
         return result
 
@@ -484,8 +484,13 @@ class DeviceStore(WeightStore):
                 parameter.data = wide[start : start + rows]
                 start += rows
             self.watch(module, "weight")
-            self._places.append((parameter, parameter.data_ptr()))
         return Linear("plain_linear", wide, features, self._bias(plans, fused))
+
+    def watch(self, module: nn.Module, name: str, written: bool = True) -> None:
+        super().watch(module, name, written)
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            self._places.append((parameter, parameter.data_ptr()))
 
     def _paired(self, parts: list[Tensor], fused: bool) -> Tensor:
         return parts[0] if fused else torch.cat(parts)

@@ -51,9 +51,12 @@ def optimize_on_xpu(
         ipex_core.restore(model)  # the arguments may be others now
     # What is decided, divided and quantized is on the host.
     model.to("cpu")
-    if request.kv is not None:  # raises before anything is changed
-        _scales(request, len(shapes_of(*_plan(model, request))))
     adopt(model)
+    early = request.checkpoint is None and request.parallel is None and not request.static
+    decision = decide(model, request) if early and request.depth == 3 else None
+    if request.kv is not None and (decision is None or decision.stack is None):
+        # Raises before anything is changed.
+        _scales(request, len(shapes_of(*_plan(model, request))))
     if request.static:
         if request.summary is None:
             return model  # to be calibrated
@@ -62,11 +65,10 @@ def optimize_on_xpu(
         load(model, request)
     elif request.parallel is not None:
         divide(model, request.parallel, grains=grains_of(config))
-    decision = decide(model, request) if request.depth == 3 else None
+    if decision is None and request.depth == 3:
+        decision = decide(model, request)
     stack = None if decision is None else decision.stack
     plan, reason = (stack, None) if stack is not None else _plan(model, request)
-    shapes = [] if request.kv is None else shapes_of(plan, reason)
-    scales = _scales(request, len(shapes))
     if config is not None:
         with uncovered(model):
             plan, _ = quantize(model, plan, choose(model, plan, config))
@@ -84,7 +86,8 @@ def optimize_on_xpu(
             return model
         logger.info("optimize: %s on %s: layer by layer: %s", type(model).__name__, device, problem)
     if request.kv is not None:
-        quantize_cache(model, shapes, request.kv, scales)
+        shapes = shapes_of(plan, reason)
+        quantize_cache(model, shapes, request.kv, _scales(request, len(shapes)))
     if plan is None:
         logger.info("optimize: %s runs as it is on %s: %s", type(model).__name__, device, reason)
         return model
