@@ -21,6 +21,7 @@ import transformers
 from family_configs import BASE, CONFIGS, FOUR_LAYERS, LLAMA3, POSITIONS, VOCAB, WINDOW
 from torch import nn
 
+from ipex_core.optimization.passes.cast import wide_names
 from ipex_llm.optimization.proof.small import spread
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "VOCAB",
     "WINDOW",
     "build",
+    "cast",
     "randomize",
     "tokens",
 ]
@@ -57,6 +59,7 @@ _CONFIG_NAMES = {
     "Gemma4": "Gemma4TextConfig",
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
     "Inkling": "InklingTextConfig",
+    "Inkling2": "Inkling2TextConfig",
     "Llama4": "Llama4TextConfig",
     "MiniMaxM3VL": "MiniMaxM3VLTextConfig",
     "Mllama": "MllamaTextConfig",
@@ -92,6 +95,15 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
         elif name.endswith("layer_scalar"):
             buffer.copy_(1.0 + noise(buffer.shape, 0.15))
     return model.eval()
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast `model` as `from_pretrained` does, which leaves what its class keeps in float32, and return it."""
+    wide = wide_names(model)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_floating_point() and not (wide and wide.search(name)):
+            value.data = value.data.to(dtype)
+    return model
 
 
 def _causal(name: str) -> nn.Module:

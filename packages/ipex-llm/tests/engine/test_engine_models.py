@@ -47,6 +47,7 @@ NAMES = [
         "doge",
         "diffllama",
         "inkling",
+        "inkling2",
         "jetmoe",
         "deepseek_v32",
         "glm_moe_dsa",

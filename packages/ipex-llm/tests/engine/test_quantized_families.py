@@ -31,7 +31,7 @@ pytestmark = [
 
 Dtype = q.WoqWeightDtype
 UNCACHED = ("minimax", "recurrent_gemma", "xlstm")  # stock caches reorder no states for beams
-_STATES = ("kimi_linear", "bailing_hybrid", "lfm3", *UNCACHED, "inkling")
+_STATES = ("kimi_linear", "bailing_hybrid", "lfm3", *UNCACHED, "inkling", "inkling2")
 STATES = [n for n in _STATES if n in recurrent_models.NAMES or n in CAUSAL]
 LATENTS = [
     n

@@ -438,8 +438,10 @@ def test_new_weights_are_used(runs: list[int]) -> None:
     assert runs
 
 
-_CHANGED = ("mixtral", "gpt_oss", "gemma4_moe", "stablelm_parallel", "nemotron", "inkling")
-_CHANGED += ("gemma3n", "apertus", "gptj")
+_CHANGED = (
+    *("mixtral", "gpt_oss", "gemma4_moe", "stablelm_parallel", "nemotron", "inkling", "inkling2"),
+    *("gemma3n", "apertus", "gptj"),
+)
 
 
 @pytest.mark.parametrize("name", [name for name in _CHANGED if name in CAUSAL])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import ENCODER_DECODERS, FAMILIES, LOOKALIKES, OLD, VOCAB, build, tokens
+from families import ENCODER_DECODERS, FAMILIES, LOOKALIKES, OLD, VOCAB, build, cast, tokens
 from plain_weights import with_plain_weights
 from torch import nn
 
@@ -268,7 +268,7 @@ def test_16_bits(name: str, dtype: torch.dtype) -> None:
     if OLD and name == "qwen2_window":
         pytest.skip(WRONG[name])
     want = stock(name)
-    plain = error(logits(build(name).to(dtype), name), want.logits)
+    plain = error(logits(cast(build(name), dtype), name), want.logits)
     fast = optimize(want.model, dtype=dtype)
     assert reached(fast)[0] == depth(name)
     assert error(logits(fast, name), want.logits) < max(1e-3, 1.5 * plain)

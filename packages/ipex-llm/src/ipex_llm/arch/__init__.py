@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from ipex_llm.arch.parts import (
-    Connection,
     ConnectionPlan,
     GatedConnectionPlan,
+    LayerMeansPlan,
     LayerStreams,
     LinearPlan,
+    MeansPlan,
     NgramsPlan,
     NormPlan,
+    StreamEnds,
     StreamEndsPlan,
     StreamsPlan,
 )
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from ipex_llm.distributed.group import TensorParallel
 
 __all__ = [
+    "ApartPlan",
     "AttentionPlan",
     "CellPlan",
     "ConnectionPlan",
@@ -45,11 +48,13 @@ __all__ = [
     "HeadBlockPlan",
     "KeyBiasPlan",
     "LatentPlan",
+    "LayerMeansPlan",
     "LayerPlan",
     "LayerStreams",
     "LinearPlan",
     "LowRankPlan",
     "LruPlan",
+    "MeansPlan",
     "MixerPlan",
     "MlpPlan",
     "NearPlan",
@@ -168,12 +173,29 @@ class NearPlan:
 
     module: nn.Module
     weight: str  # [rank, keys]
+    norm: NormPlan | None = None  # of the rows
 
     @property
     def rows(self) -> Tensor:
         """The weight as ``[keys, rank]``; the last row is of the query's own key."""
         weight: Tensor = getattr(self.module, self.weight)
         return weight.detach().flip(1).t()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ApartPlan:
+    """Keys and values with projections of their own (Inkling 2).
+
+    `AttentionPlan.qkv` gives queries, gates, the rows of `AttentionPlan.near` and sinks ``[heads]`` of each query. Each
+    token may add to the taps of `AttentionPlan.convs`.
+    """
+
+    key: LinearPlan  # rows: all key heads; with `moving` what is added to the taps of each, ``[kv_heads, taps]``
+    value: LinearPlan  # the same of values
+    norms: (
+        tuple[NormPlan, NormPlan] | None
+    )  # before `key` and `value`; None: they read what `qkv` reads
+    moving: bool  # the tap of the token itself is the first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,8 +256,10 @@ class AttentionPlan:
     key_bias: KeyBiasPlan | None = None
     difference: DifferencePlan | None = None
     near: NearPlan | None = None
-    #: Short convolutions of keys and of values, added to what they read (Inkling).
+    #: Short convolutions of keys and of values, added to what they read (Inkling), and a factor on the sum.
     convs: tuple[nn.Module, ...] = ()
+    conv_scale: float = 1.0
+    apart: ApartPlan | None = None
     #: Experts without an activation that give queries, `gate_up` ``[E, kv_heads * head_dim, hidden]``, and read what
     #: these attend to, `down`; `qkv` gives keys and values alone. A key head has a query of each expert (JetMoE).
     experts: ExpertsPlan | None = None
@@ -510,6 +534,7 @@ class ExpertsPlan:
     scale_input: bool = False  # weights multiply the expert's input and not its output (Llama 4)
     shared: MlpPlan | None = None
     shared_gate: nn.Module | None = None  # sigmoid gate of the shared expert (Qwen2-MoE)
+    #: In "softcaps" (Inkling 2) both bound gates and factors: ``cap(alpha, g) * sigmoid(g) * cap(limit, u)``.
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     swiglu_added: float = 1.0  # to what the gate multiplies; 0: silu with a bound (HY 4)
@@ -533,7 +558,9 @@ class ExpertsPlan:
     @property
     def apart(self) -> bool:
         """Whether no op has both products and the activation: each is an instruction."""
-        return self.activation == "swigluoai" and self.swiglu_added != 1.0
+        return self.activation == "softcaps" or (
+            self.activation == "swigluoai" and self.swiglu_added != 1.0
+        )
 
     @property
     def paired(self) -> bool:
@@ -682,8 +709,9 @@ class LayerPlan:
     picture: PicturePlan | None = None
     #: Experts that read what `mlp` reads. What they give is added behind the next layer (LongCat-Flash).
     shortcut: ExpertsPlan | None = None
-    #: Short convolutions of what attention and what the mlp gives, added to what they read (Inkling).
+    #: Short convolutions of what attention and what the mlp gives, added to it (Inkling), and a factor on the sums.
     convs: tuple[nn.Module, ...] = ()
+    conv_scale: float = 1.0
 
     @property
     def mixtures(self) -> list[ExpertsPlan]:
@@ -722,7 +750,7 @@ class DecoderPlan:
     position_embedding: nn.Module | None = None
     position_offset: int = 0  # row of position 0
     token_rows: TokenRowsPlan | None = None
-    streams: StreamEndsPlan | Connection | None = None
+    streams: StreamEnds | None = None
     #: Calls that run the stock forward, since a program is not proven for them; see `ipex_llm.optimization.proof`.
     stock_calls: frozenset[str] = frozenset()
     head_block: HeadBlockPlan | None = None

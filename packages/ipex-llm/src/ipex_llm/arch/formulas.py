@@ -16,6 +16,7 @@ from ipex_llm.arch import (
     ExpertsPlan,
     GatedConnectionPlan,
     LinearPlan,
+    MeansPlan,
     MixerPlan,
     MlpPlan,
     NgramsPlan,
@@ -29,6 +30,9 @@ Tensor = torch.Tensor
 
 #: Added to the scores of experts that all tokens go to.
 ALWAYS = 1e4
+
+#: Name of the taps ``[W, D]`` of a convolution that tokens add to, of the token itself first.
+MOVING = "static_weight"
 
 #: Activations by their names in a plan, in the order in which detection tries them.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -82,7 +86,11 @@ def position_rows(module: nn.Module) -> Tensor:
 def combine_gate(
     name: str, gate: Tensor, up: Tensor, swiglu: tuple[float, float, float] | None = None
 ) -> Tensor:
-    """Return ``act(gate) * up``; with `MlpPlan.swiglu` what ``"swigluoai"`` makes of both."""
+    """Return ``act(gate) * up``; with three numbers what ``"swigluoai"`` or ``"softcaps"`` makes of both."""
+    if swiglu is not None and name == "softcaps":
+        first, second, _ = swiglu
+        opened = first * torch.tanh(gate / first) * torch.sigmoid(gate)
+        return opened * (second * torch.tanh(up / second))
     if swiglu is not None:
         alpha, limit, added = swiglu
         gate = gate.clamp(max=limit)
@@ -104,6 +112,9 @@ def run_norm(plan: NormPlan | None, x: Tensor) -> Tensor:
     if plan is None:
         return x
     x = x.float()
+    if plan.kind == "clip":
+        x = x if plan.weight is None else x * plan.weight.float()
+        return x * (plan.eps / (x.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1.0)
     if plan.kind == "layer":
         x = x - x.mean(-1, keepdim=True)
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + plan.eps)
@@ -140,19 +151,23 @@ def in_order(plan: LinearPlan, y: Tensor) -> Tensor:
     return y if plan.added is None else y.float() + per_head(*plan.added)
 
 
-def taps_of(convs: tuple[nn.Module, ...]) -> Tensor:
+def taps_of(convs: tuple[nn.Module, ...], scale: float = 1.0) -> Tensor:
     """Return the filter ``[W, D]`` of short convolutions side by side that are added to what they read, float32."""
-    weights: Any = [conv.weight for conv in convs]
-    taps = torch.cat([weight.detach().float().flatten(1) for weight in weights]).t().contiguous()
+    found = []
+    for conv in convs:
+        moving, weight = conv._parameters.get(MOVING), conv._parameters.get("weight")
+        own: Any = weight if moving is None else moving.flip(0).t()
+        found.append(own.detach().float().flatten(1))
+    taps = torch.cat(found).t().contiguous()
     taps[-1] += 1.0
-    return taps
+    return taps * scale
 
 
-def add_convolved(convs: tuple[nn.Module, ...], x: Tensor) -> Tensor:
+def add_convolved(convs: tuple[nn.Module, ...], x: Tensor, scale: float = 1.0) -> Tensor:
     """Return rows of one text ``[T, D]`` with what short convolutions of its columns give added; without any, `x`."""
     if not convs:
         return x
-    taps = taps_of(convs)
+    taps = taps_of(convs, scale)
     wide = functional.pad(x.float(), (0, 0, len(taps) - 1, 0))
     return (wide.unfold(0, len(taps), 1) * taps.t()).sum(-1)
 
@@ -230,6 +245,50 @@ def connect(plan: ConnectionPlan | GatedConnectionPlan, streams: Tensor) -> tupl
 def add_to_streams(streams: Tensor, factors: Tensor, y: Tensor) -> Tensor:
     """Return streams ``[count, T, hidden]`` with what a block gives added, times `factors` of `connect`."""
     return streams + factors.t().unsqueeze(-1) * y
+
+
+def mean_rows(plan: MeansPlan, streams: Tensor) -> Tensor:
+    """Return what blocks read, ``[rows, T, hidden]``, of a stream and norms of earlier ones ``[count, T, hidden]``."""
+    normed = torch.cat([run_norm(plan.norm, streams[:1]), streams[1:].float()])
+    weights = torch.einsum("qh,nth->qtn", plan.queries, normed).softmax(-1)
+    return torch.einsum("qtn,nth->qth", weights, normed)
+
+
+def convolve_apart(plan: AttentionPlan, key: Tensor, value: Tensor) -> Tensor:
+    """Return keys and values behind their convolutions ``[T, 2 * kv_heads, head_dim]`` for what projections give."""
+    size, heads = plan.kv_heads * plan.head_dim, 2 * plan.kv_heads
+    rows = torch.cat([key[:, :size], value[:, :size]], dim=-1).float()
+    mixed = add_convolved(plan.convs, rows, plan.conv_scale).unflatten(-1, (heads, -1))
+    if plan.apart is None or not plan.apart.moving:
+        return mixed
+    more = torch.cat([key[:, size:], value[:, size:]], dim=-1).float()
+    more = more.unflatten(-1, (heads, 1, -1)) * plan.conv_scale
+    count = more.shape[-1]
+    last = functional.pad(rows, (0, 0, count - 1, 0)).unfold(0, count, 1).flip(-1)
+    return mixed + (last.unflatten(1, (heads, -1)) * more).sum(-1)
+
+
+def apart_rows(
+    plan: AttentionPlan, first: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys and values ``[T, heads, head_dim]``, rows of `near`, sinks ``[T, heads]`` and gates.
+
+    Args:
+        plan: An attention with keys and values apart.
+        first: What `plan.qkv` gives, ``[T, ...]``.
+        key: What the projection to keys gives.
+        value: What the projection to values gives.
+    """
+    assert plan.near is not None
+    width = plan.heads * plan.head_dim
+    query, gates, near = first.float().tensor_split([width, 2 * width], dim=-1)
+    near, sinks = near.tensor_split([-plan.heads], dim=-1)
+    keys, values = convolve_apart(plan, key, value).chunk(2, dim=1)
+    return (
+        run_norm(plan.query_norm, query.unflatten(-1, (plan.heads, -1))),
+        *(run_norm(plan.key_norm, keys), run_norm(plan.value_norm, values)),
+        *(run_norm(plan.near.norm, near.unflatten(-1, (plan.heads, -1))), sinks, gates),
+    )
 
 
 def ngram_rows(plan: NgramsPlan, ids: Tensor) -> Tensor:

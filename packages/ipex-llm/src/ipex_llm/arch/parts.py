@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a plan: linear layers, norms, and how a decoder has several streams beside each other."""
+"""Parts of a plan: linear layers, norms, and what blocks read of streams and of earlier rows."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ class LinearPlan:
 class NormPlan:
     """RMS or layer norm over the last dimension; ``y = norm(x) * (weight + offset) + bias``.
 
-    With a gate it gives ``y * sigmoid(gate[1](silu(gate[0](y))))`` (A.X K2).
+    With a gate it gives ``y * sigmoid(gate[1](silu(gate[0](y))))`` (A.X K2). A "clip" shortens rows longer than
+    `eps`: ``y * min(eps / (|y| + 1e-6), 1)`` with ``y = x * weight`` (Inkling 2).
 
     Weight and bias are ``[width]``; in a norm of queries or keys they may be ``[heads, head_dim]``, one for each head.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer", "clip"]
     module: nn.Module
     eps: float
     offset: float = 0.0  # 1.0: weights are stored less one (Gemma)
@@ -51,7 +52,8 @@ class NormPlan:
     @property
     def weight(self) -> Tensor | None:
         """The weight as it is stored (without `offset`); None: the norm has none."""
-        return None if self.bare else self._values("weight")
+        name = "scale" if self.kind == "clip" else "weight"
+        return None if self.bare else self._values(name)
 
     @property
     def bias(self) -> Tensor | None:
@@ -150,8 +152,38 @@ class GatedConnectionPlan:
 
 
 Connection = ConnectionPlan | GatedConnectionPlan
-#: Of a layer: all at once, or a connection for each of its two blocks.
-LayerStreams = StreamsPlan | tuple[Connection, Connection]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeansPlan:
+    """Rows that blocks read: means of what the stream was before, by learned weights (Inkling 2).
+
+    With `n`, the norms of the stream, and of the streams that groups of layers before ended with, row q is
+    ``sum_i softmax_i(query[q] @ n[i] / sqrt(hidden)) * n[i]``.
+    """
+
+    module: nn.Module
+    query: str  # [hidden] or [count, hidden]
+    norm: NormPlan
+
+    @property
+    def queries(self) -> Tensor:
+        """The queries with the root in them, float32 ``[count, hidden]``."""
+        query: Tensor = getattr(self.module, self.query).detach().float()
+        return query.view(-1, query.shape[-1]) * query.shape[-1] ** -0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerMeansPlan:
+    """What the blocks of a layer read: attention one row, or one each for queries, keys and values."""
+
+    attention: MeansPlan | None  # None: the stream
+    mlp: MeansPlan
+    begins: bool  # a group of layers: attention is not added to the stream but takes its place
+
+
+#: Of a layer: all at once, or a connection for each of its two blocks, or means.
+LayerStreams = StreamsPlan | tuple[Connection, Connection] | LayerMeansPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,3 +231,6 @@ class StreamEndsPlan:
 
     first: tuple[LinearPlan, ...]
     last: tuple[LinearPlan, ...]
+
+
+StreamEnds = StreamEndsPlan | Connection | MeansPlan

@@ -27,9 +27,11 @@ from ipex_llm.arch import (
     HeadBlockPlan,
     KeyBiasPlan,
     LatentPlan,
+    LayerMeansPlan,
     LayerPlan,
     LinearPlan,
     LruPlan,
+    MeansPlan,
     MixerPlan,
     MlpPlan,
     NormPlan,
@@ -38,6 +40,7 @@ from ipex_llm.arch import (
     SelectivePlan,
     ShiftPlan,
     SidePlan,
+    StreamEnds,
     StreamEndsPlan,
     StreamsPlan,
     TemperaturePlan,
@@ -51,10 +54,12 @@ from ipex_llm.arch.formulas import (
     add_convolved,
     add_ngrams,
     add_to_streams,
+    apart_rows,
     choice_bias,
     combine_gate,
     connect,
     cut_gate,
+    mean_rows,
     ngram_rows,
     per_head,
     position_rows,
@@ -63,7 +68,6 @@ from ipex_llm.arch.formulas import (
     run_norm,
     weight_scale,
 )
-from ipex_llm.arch.parts import Connection
 
 Tensor = torch.Tensor
 
@@ -158,6 +162,35 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     return run_norm(own.norm, first - own.factor * second).flatten(1) * (1 - own.start)
 
 
+def attend_apart(plan: AttentionPlan, *rows: Tensor) -> Tensor:
+    """Return the input of the output projection for rows of queries, of keys and of values; see `apart_rows`."""
+    assert plan.near is not None
+    query, key, value, near, sinks, gates = apart_rows(plan, *rows)
+    if plan.temperature is not None:
+        places = torch.arange(len(query), device=query.device)
+        factors = query_factors(places, plan.temperature).view(-1, 1, 1)
+        query, near = query * factors, near * factors
+    numbers, own = near @ plan.near.rows.float().t(), dataclasses.replace(plan, sinks=sinks)
+    return _weigh(own, query, key, value, numbers) * torch.sigmoid(gates)
+
+
+def _run_means(layer: LayerPlan, streams: Tensor, parallel: Any) -> Tensor:
+    """Run a layer whose blocks read means; `streams` are the stream and norms of earlier ones."""
+    plan, a = layer.streams, layer.attention
+    assert isinstance(plan, LayerMeansPlan) and isinstance(a, AttentionPlan) and a.apart
+    h, known = streams[:1], streams[1:]
+    x = (h if plan.attention is None else mean_rows(plan.attention, streams)).expand(3, -1, -1)
+    norms = layer.input_norm, *(a.apart.norms or (layer.input_norm, layer.input_norm))
+    parts = a.qkv, a.apart.key, a.apart.value
+    rows = (run_linear(p, run_norm(n, one)) for p, n, one in zip(parts, norms, x, strict=True))
+    y = run_linear(a.output, attend_apart(a, *rows))
+    y = add_convolved(layer.convs[:1], y, layer.conv_scale).unsqueeze(0)
+    streams = torch.cat([y, known, run_norm(plan.mlp.norm, h)] if plan.begins else [h + y, known])
+    x = run_norm(layer.mlp_norm, mean_rows(plan.mlp, streams)[0])
+    y = _feed_forward(layer, x, x, parallel).unsqueeze(0)
+    return torch.cat([streams[:1] + y, streams[1:]])
+
+
 def key_bias(plan: KeyBiasPlan, values: Tensor) -> Tensor:
     """Return what is added to the scores of keys ``[T, kv_heads]``, for values of all heads ``[T, ...]``."""
     rate: Tensor = getattr(plan.module, plan.rate).detach().float()
@@ -215,7 +248,7 @@ def _weigh(
     if plan.sinks is None:
         weights = scores.softmax(-1)
     else:
-        sinks = plan.sinks.float().view(-1, 1, 1).expand(-1, length, 1)
+        sinks = plan.sinks.float().expand(length, -1).t().unsqueeze(-1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
@@ -532,7 +565,7 @@ def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
         gate = _product(x, plan.gate_up, expert, False)
         up = _product(x, plan.gate_up, plan.experts + expert, False)
     numbers = plan.swiglu_alpha, plan.swiglu_limit, plan.swiglu_added
-    known = numbers if plan.activation == "swigluoai" else None
+    known = numbers if plan.activation in ("swigluoai", "softcaps") else None
     inner = combine_gate(plan.activation, gate, up, known)
     y = _product(inner, plan.down, expert, plan.transposed)
     return y if plan.down_bias is None else y + plan.down_bias[expert].float()
@@ -589,7 +622,7 @@ def _sum(parallel: Any, y: Tensor) -> Tensor:
 def _feed_forward(plan: LayerPlan, x: Tensor, h: Tensor, parallel: Any) -> Tensor:
     assert plan.mlp is not None
     y = run_mlp(plan.mlp, x) if isinstance(plan.mlp, MlpPlan) else run_experts(plan.mlp, x, h)
-    y = add_convolved(plan.convs[1:], _sum(parallel, y))
+    y = add_convolved(plan.convs[1:], _sum(parallel, y), plan.conv_scale)
     return run_norm(plan.post_mlp_norm, y) * plan.residual_scale
 
 
@@ -713,6 +746,8 @@ def correct_streams(plan: StreamsPlan, predicted: Tensor, y: Tensor) -> Tensor:
 def _run_streams(layer: LayerPlan, streams: Tensor, part: Tensor | None, **more: Any) -> Tensor:
     plan, block = layer.streams, layer.token_block
     assert plan is not None
+    if isinstance(plan, LayerMeansPlan):
+        return _run_means(layer, streams, more["parallel"])
     if isinstance(plan, tuple):
         parts: Any = {"mlp": None}, {"attention": None}
         for connection, left in zip(plan, parts, strict=True):
@@ -735,16 +770,20 @@ def as_long_as(first: Tensor, x: Tensor) -> Tensor:
     return x * first.square().mean(-1, keepdim=True).sqrt() / own
 
 
-def open_streams(plan: StreamEndsPlan | Connection, h: Tensor) -> Tensor:
+def open_streams(plan: StreamEnds, h: Tensor) -> Tensor:
     """Return the streams ``[count, T, hidden]`` of the first layer."""
     h = h.float()
+    if isinstance(plan, MeansPlan):
+        return h.unsqueeze(0)
     if not isinstance(plan, StreamEndsPlan):
         return torch.stack([h] * plan.count)
     return torch.stack([h, *(as_long_as(h, run_linear(one, h)) for one in plan.first)])
 
 
-def close_streams(plan: StreamEndsPlan | Connection, streams: Tensor) -> Tensor:
+def close_streams(plan: StreamEnds, streams: Tensor) -> Tensor:
     """Return what follows behind the last layer."""
+    if isinstance(plan, MeansPlan):
+        return mean_rows(plan, streams)[0]
     if not isinstance(plan, StreamEndsPlan):
         return connect(plan, streams)[0]
     h = streams[0].float()

@@ -382,7 +382,8 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
             continue
         steps, size = found[0].transpose(1, 2), shape.history[0] + 1
         if shape.others:  # keys and values, then what is behind each block
-            for at, one in enumerate((*steps.chunk(2, 1), *(x.transpose(1, 2) for x in found[1:]))):
+            behind = (x.transpose(1, 2) for x in found[1:3])
+            for at, one in enumerate((*steps.chunk(2, 1), *behind)):
                 cache.update_conv_state(one.float(), index, state_idx=at, conv_kernel_size=size)
             continue
         cache.update_conv_state(steps, index, conv_kernel_size=size)

@@ -431,6 +431,8 @@ def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
     if rows is not None and layer.convs and isinstance(plan, AttentionPlan):
         taps, width = taps_of(plan.convs).shape
         others = tuple(taps_of((one,)).shape[1] for one in layer.convs)
+        if plan.apart is not None and plan.apart.moving:
+            others = *others, (taps - 1) * width
         return _rows_shape(rows), StateShape((taps - 1, width), None, dtype, others=others)
     state = None if mixer is None else state_shape(mixer, dtype)
     if layer.ngrams is not None:
@@ -445,7 +447,7 @@ def _shape(layer: LayerPlan, dtype: torch.dtype) -> CacheShape:
 
 def _rows_shape(plan: AttentionPlan) -> LayerShape:
     latent = plan.latent
-    if plan.key_bias is not None:
+    if plan.key_bias is not None or plan.apart is not None:
         width = plan.head_dim + BIAS_WIDTH
         return LayerShape(plan.kv_heads, width, values=plan.head_dim, biased=True)
     if plan.difference is not None:

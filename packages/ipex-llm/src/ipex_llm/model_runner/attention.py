@@ -79,7 +79,10 @@ def write_attention(
         qkv = b.call("narrow", qkv, 1, 0, width)
     numbers: Register | None = None
     if near is not None:
-        numbers = _near(writer, a, near, qkv)
+        size = 0 if a.near is None else heads * a.near.rows.shape[1]
+        numbers = near_numbers(
+            writer, a, near, b.call("narrow", qkv, 1, (heads + 2 * kv) * d, size)
+        )
         rows = b.call("narrow", qkv, 1, heads * d, 2 * kv * d)
         rows = short_convolution(writer, index, 0, a.convs, rows)
         rows = b.call("reshape", rows, [0, 2 * kv, d])
@@ -123,9 +126,7 @@ def write_attention(
     if not fused:
         scales = writer.scales_of(index)
         b.call("reshape_and_cache", k, v, cache[0], cache[1], writer.slots, **scales)
-    if a.temperature is not None:
-        wide = b.call("mul", b.call("cast", q, torch.float32), writer.factors[a.temperature])
-        q = b.call("cast", wide, writer.e.store.dtype)
+    q = tempered(writer, a, q)
     if a.query_factors is not None:
         factors = b.constant(a.query_factors.unsqueeze(0))
         q = pointwise(b, [q, factors], [], [("mul", 0, 1)], writer.e.store.dtype)
@@ -135,7 +136,7 @@ def write_attention(
         out = _difference(writer, a, a.difference, out)
     if a.value_dim is not None or key_bias is not None:
         out = b.call("narrow", out, 2, 0, a.value_width)
-    return _gated(writer, a, out, gates)
+    return gated(writer, a, out, gates)
 
 
 def pack_near(store: WeightStore, plan: NearPlan) -> Linear:
@@ -144,26 +145,39 @@ def pack_near(store: WeightStore, plan: NearPlan) -> Linear:
     return store.plain(plan.rows.to(store.dtype).contiguous(), None)
 
 
-def _near(writer: Any, a: AttentionPlan, weight: Linear, qkv: Register) -> Register:
-    """Write the numbers for the last keys of queries, ``[T, heads, keys]``."""
-    b, dtype, size = writer.b, writer.e.store.dtype, a.near.rows.shape[1] if a.near else 0
-    x = b.call("narrow", qkv, 1, (a.heads + 2 * a.kv_heads) * a.head_dim, a.heads * size)
-    x = b.call("reshape", b.call("reshape", x, [0, a.heads, size]), [-1, size])
-    y = writer.linear(weight, x)
-    result: Register = b.call("reshape", y, [-1, a.heads, weight.features])
-    if a.temperature is not None:
-        wide = b.call("mul", b.call("cast", result, torch.float32), writer.factors[a.temperature])
-        result = b.call("cast", wide, dtype)
+def tempered(writer: Any, a: AttentionPlan, x: Register) -> Register:
+    """Write rows ``[T, heads, width]`` times the factors of their positions, where the attention has some."""
+    if a.temperature is None:
+        return x
+    wide = writer.b.call(
+        "mul", writer.b.call("cast", x, torch.float32), writer.factors[a.temperature]
+    )
+    result: Register = writer.b.call("cast", wide, writer.e.store.dtype)
     return result
 
 
+def near_numbers(writer: Any, a: AttentionPlan, weight: Linear, x: Register) -> Register:
+    """Write the numbers for the last keys of queries, ``[T, heads, keys]``; `x` are the rows of all heads."""
+    b, size = writer.b, a.near.rows.shape[1] if a.near else 0
+    x = b.call("reshape", x, [0, a.heads, size])
+    if a.near is not None and a.near.norm is not None:
+        x = writer.norm(a.near.norm, x)
+    y = writer.linear(weight, b.call("reshape", x, [-1, size]))
+    return tempered(writer, a, b.call("reshape", y, [-1, a.heads, weight.features]))
+
+
 def short_convolution(
-    writer: Any, index: int, place: int, convs: tuple[nn.Module, ...], x: Register
+    writer: Any,
+    index: int,
+    place: int,
+    convs: tuple[nn.Module, ...],
+    x: Register,
+    scale: float = 1.0,
 ) -> Register:
     """Write rows with what short convolutions of a layer give added; `place`: of their history."""
     for conv in convs:
         writer.e.store.watch(conv, "weight")
-    taps = writer.b.constant(taps_of(convs))
+    taps = writer.b.constant(taps_of(convs, scale))
     history = writer.state_caches[index][place]
     result: Register = writer.b.call(
         "causal_conv1d_varlen", x, history, taps, None, "none", *writer.texts
@@ -194,26 +208,32 @@ def _with_bias(
     v: Register,
 ) -> tuple[Register, Register, Register]:
     """Write queries, keys and values with elements behind them of which the first adds a bias to the scores of keys."""
-    b, dtype = writer.b, writer.e.store.dtype
+    b = writer.b
     flat = b.call("reshape", v, [0, a.kv_heads * a.head_dim])
     steps = b.call("reshape", writer.linear(weight, flat), [0, a.kv_heads, 1])
     rate = getattr(plan.module, plan.rate).detach().float().view(1, -1, 1)
     writer.e.store.watch(plan.module, plan.rate)
-    first = torch.zeros(1, 1, BIAS_WIDTH)
-    first[..., 0] = 1.0
-    rate, first = b.constant(rate), b.constant(first)
     # exp(rate * softplus(x)) / scale: max(x, 0) + log(1 + exp(-|x|))
-    chain = [("abs", 0), ("neg", 4), ("exp", 5), ("log1p", 6), ("relu", 0), ("add", 7, 8)]
-    chain += [("mul", 9, 1), ("exp", 10), ("mul", 11, 3), ("mul", 12, 2)]
-    behind = pointwise(b, [steps, rate, first], [1.0 / a.scale], chain, dtype)
-    one = b.call("narrow", q, 2, 0, 1)
-    ones = pointwise(b, [one, first], [], [("eq", 0, 0), ("mul", 2, 1)], dtype)
-    pairs = ((q, ones), (k, behind), (v, behind))
-    q, k, v = (b.call("cat", [one, more], 2) for one, more in pairs)
-    return q, k, v
+    chain = [("abs", 0), ("neg", 3), ("exp", 4), ("log1p", 5), ("relu", 0), ("add", 6, 7)]
+    chain += [("mul", 8, 1), ("exp", 9), ("mul", 10, 2)]
+    numbers = [steps, b.constant(rate)]
+    bias = pointwise(b, numbers, [1.0 / a.scale], chain, torch.float32)
+    return widened(writer, q, None), widened(writer, k, bias), widened(writer, v, bias)
 
 
-def _gated(writer: Any, a: AttentionPlan, x: Register, gates: Register | None) -> Register:
+def widened(writer: Any, x: Register, number: Register | None, factor: float = 1.0) -> Register:
+    """Write rows ``[T, heads, width]`` with numbers ``[T, heads, 1]`` times a factor, or ones, and zeros behind."""
+    b, first = writer.b, torch.zeros(1, 1, BIAS_WIDTH)
+    first[..., 0] = factor
+    steps = [("mul", 0, 1)]
+    if number is None:
+        number, steps = b.call("narrow", x, 2, 0, 1), [("eq", 0, 0), ("mul", 2, 1)]
+    behind = pointwise(b, [number, b.constant(first)], [], steps, writer.e.store.dtype)
+    result: Register = b.call("cat", [x, behind], 2)
+    return result
+
+
+def gated(writer: Any, a: AttentionPlan, x: Register, gates: Register | None) -> Register:
     """Write what heads attend to ``[T, heads, width]`` times the functions of gates, ``[T, heads * width]``."""
     b, heads = writer.b, a.heads
     if gates is not None and a.gate_bias is not None:
@@ -461,7 +481,7 @@ def write_latent(
         1.0,
         latent.value_dim,
     )
-    return _gated(writer, a, b.call("transpose", y, 0, 1), gates)
+    return gated(writer, a, b.call("transpose", y, 0, 1), gates)
 
 
 def _features(a: AttentionPlan) -> int:

@@ -250,7 +250,13 @@ def _computed(
         both = b.call("expert_linear", x, w13, ids, 2 * inner, lowp_mode=e.lowp)
         gate, up = (b.call("narrow", both, 2, start, inner) for start in (0, inner))
         numbers = mlp.swiglu_alpha, mlp.swiglu_limit, mlp.swiglu_added
-        rows, width = _swiglu(writer, *numbers, gate, up), writer.plan.hidden_size
+        if mlp.activation == "softcaps":
+            steps = [("div", 0, 2), ("tanh", 4), ("mul", 5, 2), ("sigmoid", 0), ("mul", 6, 7)]
+            steps += [("div", 1, 3), ("tanh", 9), ("mul", 10, 3), ("mul", 8, 11)]
+            rows = pointwise(b, [gate, up], numbers[:2], steps, writer.e.store.dtype)
+        else:
+            rows = _swiglu(writer, *numbers, gate, up)
+        width = writer.plan.hidden_size
         y = b.call("expert_linear", rows, w2, ids, width, weights, e.lowp)
         return y
     y = b.call(

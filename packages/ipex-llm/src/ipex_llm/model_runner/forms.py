@@ -32,7 +32,7 @@ from ipex_llm.model_runner.feed_forward import GATES, check_activation, check_ml
 Tensor = torch.Tensor
 
 #: Activations that ``fused_experts`` computes.
-_EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+_EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "softcaps")
 _UNGATED_ACTIVATIONS = ("relu2",)
 
 
@@ -112,6 +112,9 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         yield from (((one,), False) for one in inner_linears(layer.attention))
         if isinstance(layer.attention, AttentionPlan) and layer.attention.key_bias is not None:
             yield (layer.attention.key_bias.linear,), False
+        if isinstance(layer.attention, AttentionPlan) and layer.attention.apart is not None:
+            apart = layer.attention.apart
+            yield from (((one,), False) for one in (apart.key, apart.value))
         if isinstance(layer.attention, DeltaPlan):
             yield from (((one,), False) for one in layer.attention.up or ())
         if isinstance(layer.attention, SelectivePlan):

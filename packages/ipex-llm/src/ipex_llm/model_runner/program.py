@@ -115,6 +115,7 @@ class LayerWeights:
     shortcut: LayerWeights | None = None
     key_bias: Linear | None = None
     near: Linear | None = None
+    apart: tuple[Linear, Linear] | None = None
     heads: LayerWeights | None = None
 
 
@@ -188,6 +189,9 @@ class Emitter:
             self._pack_experts(packed.heads, attention.experts)
         elif attention.near is not None:
             packed.near = pack_near(store, attention.near)
+            if attention.apart is not None:
+                own = attention.apart.key, attention.apart.value
+                packed.apart = store.linear(own[0]), store.linear(own[1])
         elif attention.key_bias is not None:
             packed.key_bias = store.linear(attention.key_bias.linear)
         if layer.beside is not None:
@@ -292,6 +296,11 @@ class Emitter:
             if packed.qkv is not None:
                 assert layer.attention is not None
                 yield PackedLinear(packed.qkv, (projections(layer.attention)[0],), False)
+            if packed.apart is not None:
+                assert isinstance(layer.attention, AttentionPlan) and layer.attention.apart
+                apart = layer.attention.apart
+                for one, part in zip(packed.apart, (apart.key, apart.value), strict=True):
+                    yield PackedLinear(one, (part,), False)
             if packed.output is not None:
                 assert layer.attention is not None
                 yield PackedLinear(packed.output, (projections(layer.attention)[1],), False)
@@ -412,6 +421,8 @@ class Writer:
             states_of = () if mixer is None else state_parts(mixer)
             if layer.convs:
                 states_of = "history", "history behind attention", "history behind mlp"
+                if layer.cached is not None and layer.cached.apart and layer.cached.apart.moving:
+                    states_of = *states_of, "last keys and values"
             states_of += () if layer.ngrams is None else ("history of streams", "last tokens")
             own = tuple(b.input(f"{part} {i}") for part in rows)
             if isinstance(attention, AttentionPlan) and attention.source is not None:
@@ -555,6 +566,8 @@ class Writer:
 
     def norm(self, plan: NormPlan, x: Register) -> Register:
         b = self.b
+        if plan.kind == "clip":
+            return self._clipped(plan, x)
         weight, bias = self._norm_constants(plan)
         stored = self.e.norm(plan)[0]
         by_head = stored is not None and stored.dim() == 2  # one norm for each head
@@ -569,6 +582,21 @@ class Writer:
         if bias is not None and (by_head or plan.kind == "rms"):
             result = b.call("add", result, bias)
         return self._opened(plan, result)
+
+    def _clipped(self, plan: NormPlan, x: Register) -> Register:
+        """Write rows that are made shorter where they are too long."""
+        scale = self.e.store.constant(plan.module, "scale", plan.weight)
+        rows = [x] if scale is None else [x, self.b.constant(scale)]
+        many = len(rows)
+        steps: list[tuple[Any, ...]] = [("mul", 0, many - 1)] if many > 1 else []
+        own = many + len(steps) - 1
+        squares = pointwise(self.b, rows, [], [*steps, ("mul", own, own)], torch.float32)
+        size = self.b.call("sum", squares, [2], True)
+        steps = [("sqrt", many), ("add", many + 4, many + 1), ("div", many + 2, many + 5)]
+        steps += [("minimum", many + 6, many + 3), ("mul", 0, many + 7)]
+        steps += [("mul", many + 8, 1)] if many > 1 else []
+        numbers = [1e-6, plan.eps, 1.0]
+        return pointwise(self.b, [*rows, size], numbers, steps, self.e.store.dtype)
 
     def _opened(self, plan: NormPlan, y: Register) -> Register:
         """Write what a norm gives times its factor and its gate."""

@@ -15,9 +15,11 @@ import torch
 from ipex_core.program import Register
 from ipex_llm.arch import (
     GatedConnectionPlan,
+    LayerMeansPlan,
     LayerPlan,
     LayerStreams,
     LowRankPlan,
+    MeansPlan,
     NgramsPlan,
     StreamEndsPlan,
     StreamsPlan,
@@ -25,19 +27,25 @@ from ipex_llm.arch import (
 from ipex_llm.arch.parts import Connection
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import pointwise
+from ipex_llm.model_runner.means import pack_mean, write_mean, write_means
 
 Streams = list[Register]
 
 
 def pack_streams(store: WeightStore, plan: LayerStreams) -> tuple[Any, ...]:
-    """Pack the router of streams, and what it gives to predict and to correct them, or two connections."""
+    """Pack the router of streams, and what it gives to predict and to correct them, two connections, or two means."""
+    if isinstance(plan, LayerMeansPlan):
+        pair = plan.attention, plan.mlp
+        return tuple(None if one is None else pack_mean(store, one) for one in pair)
     if isinstance(plan, tuple):
         return tuple(pack_connection(store, one) for one in plan)
     return store.linear(plan.router), store.linear(plan.predict), store.linear(plan.correct)
 
 
-def pack_connection(store: WeightStore, plan: Connection) -> tuple[Linear, ...]:
-    """Pack the weights of a connection."""
+def pack_connection(store: WeightStore, plan: Connection | MeansPlan) -> tuple[Linear, ...]:
+    """Pack the weights of a connection, or the queries of a mean."""
+    if isinstance(plan, MeansPlan):
+        return (pack_mean(store, plan),)
     if isinstance(plan, GatedConnectionPlan):
         return tuple(map(store.linear, plan.linears))
     for name in (plan.weight, plan.base, plan.scale):
@@ -196,6 +204,8 @@ def write_streams(writer: Any, index: int, layer: LayerPlan, w: Any, streams: St
     """
     b, plan, block = writer.b, layer.streams, layer.token_block
     assert plan is not None
+    if isinstance(plan, LayerMeansPlan):
+        return write_means(writer, index, layer, w, streams)
     if isinstance(plan, tuple):
         return [_write_connected(writer, index, layer, w, streams[0])]
     predicted = _predict(writer, plan, w.streams, streams)
@@ -254,6 +264,8 @@ def _as_long(writer: Any, size: Register, x: Register) -> Register:
 def open_streams(writer: Any, h: Register, weights: Sequence[Linear]) -> Streams:
     """Write the streams that the first layer reads."""
     plan = writer.plan.streams
+    if isinstance(plan, MeansPlan):
+        return [h]
     if not isinstance(plan, StreamEndsPlan):
         whole = writer.b.call("cat", [h] * plan.count, 1)
         return [writer.b.call("reshape", whole, [0, plan.count, writer.plan.hidden_size])]
@@ -264,6 +276,8 @@ def open_streams(writer: Any, h: Register, weights: Sequence[Linear]) -> Streams
 def close_streams(writer: Any, streams: Streams, weights: Sequence[Any]) -> Register:
     """Write the mean of streams behind the last layer, or what a connection makes of them."""
     plan = writer.plan.streams
+    if isinstance(plan, MeansPlan):
+        return write_mean(writer, plan, weights[0][0], streams[0], streams[1:])[0]
     if not isinstance(plan, StreamEndsPlan):
         return connect(writer, plan, weights[0], streams[0])[0]
     size, count = _size(writer, streams[0]), len(streams)

@@ -70,7 +70,7 @@ Opening = Literal["sigmoid", "softplus"]
 
 ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn", "norm_attn_norm")
 GATE = re.compile(r"^(g(ate)?|r)_proj$")  # beside the three (AFMoE, LFM3, Inkling)
-_PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
+PARTS = {"q": r"^w?q(uery)?(_|$)", "k": r"^w?k(ey)?(_|$)", "v": r"^w?v(alue)?(_|$)"}
 
 
 def find_attention(layer: nn.Module) -> nn.Module | None:
@@ -84,7 +84,7 @@ def find_attention(layer: nn.Module) -> nn.Module | None:
         child = getattr(layer, name, None)
         if isinstance(child, nn.Module) and all(
             any(re.search(part, name) for name, _ in child.named_children())
-            for part in _PARTS.values()
+            for part in PARTS.values()
         ):
             return child
     return None
@@ -172,7 +172,7 @@ def _order_parts(
     if len(inner) == 1:
         return [inner[0][1]]
     parts = []
-    for part, pattern in _PARTS.items():
+    for part, pattern in PARTS.items():
         if part == "v" and len(inner) == 2:
             break
         matching = [m for name, m in inner if re.search(pattern, name.split(".")[-1])]
@@ -565,7 +565,7 @@ def _gates_last(plan: AttentionPlan) -> Tensor:
     return torch.cat([heads[:, 0].flatten(), rest, heads[:, 1].flatten()])
 
 
-def _temperature(
+def temperature_of(
     trace: Trace, config: Config, attention: nn.Module, rotated: bool
 ) -> TemperaturePlan | None:
     """Return the factor that layers with or without rotation have on queries.
@@ -617,7 +617,7 @@ def _settle(
     after = [False, True] if base.query_norm is not None else [False]
     most = getattr(config.get("attn_config"), "alibi_bias_max", None) or 8.0
     slopes = _slopes(base.heads, float(most))
-    temperatures = [_temperature(trace, config, attention, rotated) for rotated in (False, True)]
+    temperatures = [temperature_of(trace, config, attention, rotated) for rotated in (False, True)]
     if base.value_dim is not None:
         layouts = [base.qkv.order]
         hint = [old for old in hint if old.qkv.order is not None]
@@ -683,7 +683,7 @@ def match_picture(trace: Trace, config: Config, layer: nn.Module) -> PicturePlan
     block = layer.get_submodule("cross_attn")
     found = dict(linears(block, trace))
     parts = [
-        [m for name, m in found.items() if re.search(pattern, name)] for pattern in _PARTS.values()
+        [m for name, m in found.items() if re.search(pattern, name)] for pattern in PARTS.values()
     ]
     others = [m for m in found.values() if not any(m in part for part in parts)]
     gates = [n for n, p in layer.named_parameters(recurse=False) if p.numel() == 1]

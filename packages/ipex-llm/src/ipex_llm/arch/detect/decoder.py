@@ -14,11 +14,13 @@ from ipex_llm.arch import (
     AttentionPlan,
     DecoderPlan,
     HeadBlockPlan,
+    LayerMeansPlan,
     LayerPlan,
     LinearPlan,
     MlpPlan,
     NormPlan,
     PicturePlan,
+    StreamEnds,
     TokenRowsPlan,
     linear_modules,
 )
@@ -34,6 +36,7 @@ from ipex_llm.arch.detect.layer import (
     match_layer,
     of_size,
 )
+from ipex_llm.arch.detect.means import match_last_mean
 from ipex_llm.arch.detect.mixer import match_shifted, shifted_blocks
 from ipex_llm.arch.detect.parts import (
     activations_of,
@@ -536,8 +539,11 @@ def _whole(
     layers, carried = _chain(config, found)
     streams, others = layers[0].streams, _outside(trace, decoder, modules)
     h = first_stream(trace.inputs[modules[0]], streams)
-    stream_ends, x = None, last
-    if streams is not None:
+    stream_ends: StreamEnds | None = None
+    x = last
+    if isinstance(streams, LayerMeansPlan):
+        stream_ends, x = match_last_mean(trace, others, layers)
+    elif streams is not None:
         stream_ends, x = match_ends(trace, others, modules, streams)
         parts = [*linear_modules(stream_ends)]
         others = [m for m in others if m not in parts]

@@ -28,6 +28,7 @@ from ipex_llm.arch.detect.attention import (
     match_head_experts,
 )
 from ipex_llm.arch.detect.latent import is_latent, match_latent
+from ipex_llm.arch.detect.means import layer_with_means, means_of
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import (
     is_mixture,
@@ -209,6 +210,9 @@ def match_layer(
     if not trace.ran(layer):
         children = ", ".join(name for name, _ in layer.named_children())
         raise trace.error(layer, f"does not run on text alone (its parts: {children})")
+    means = means_of(trace, layer)
+    if means:
+        return Layer(layer_with_means(trace, config, layer, index, means))
     side = side_parts(layer)
     if side is not None:
         return _with_side(trace, config, decoder, layer, index, hint, *side)

@@ -422,6 +422,16 @@ def _swiglu_of(module: nn.Module, *owners: Any) -> tuple[float, float, float] | 
     return (1.0, own, 0.0) if known else None
 
 
+def _softcaps_of(module: nn.Module) -> tuple[float, float, float] | None:
+    """Return the soft caps of gates and of factors of the activation of experts (Inkling 2), and zero; or None."""
+    for child in module.children():
+        caps = {n: getattr(m, "softcap", None) for n, m in child.named_children()}
+        gate, up = (next((v for n, v in caps.items() if n.startswith(p)), None) for p in ("g", "u"))
+        if isinstance(gate, float) and isinstance(up, float) and len(caps) == 2:
+            return gate, up, 0.0
+    return None
+
+
 def _low_rank(
     trace: Trace, parts: list[tuple[str, nn.Module]]
 ) -> tuple[tuple[nn.Module, nn.Module] | None, list[tuple[str, nn.Module]]]:
@@ -638,7 +648,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     if isinstance(bias, Tensor) and bias.numel() == weights.experts + weights.zeros:
         bias = bias.view(-1)  # ERNIE has a row
     scales = getattr(outer, "per_expert_scale", None)
-    swiglu = _swiglu_of(weights.module, config.raw)
+    swiglu, caps = _swiglu_of(weights.module, config.raw), _softcaps_of(weights.module)
     first = next(iter(weights.module.children()), weights.module)
     names = activations_of(weights.module)
     if len(names) > 1:
@@ -647,7 +657,9 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         names = activations_of(first)
     if swiglu is not None:
         names = ["swigluoai", *names]
-    alpha, limit, added = swiglu or (1.702, 7.0, 1.0)
+    if caps is not None:
+        names = ["softcaps"]
+    alpha, limit, added = caps or swiglu or (1.702, 7.0, 1.0)
     plan = ExpertsPlan(
         router=router,
         router_weight=router.weight,  # type: ignore[arg-type]

@@ -358,7 +358,10 @@ def first_stream(x: Tensor, streams: LayerStreams | None) -> Tensor:
 
 
 def match_ends(
-    trace: Trace, others: list[nn.Module], layers: nn.ModuleList, plan: LayerStreams
+    trace: Trace,
+    others: list[nn.Module],
+    layers: nn.ModuleList,
+    plan: StreamsPlan | tuple[Connection, Connection],
 ) -> tuple[StreamEndsPlan | Connection, Tensor]:
     """Return how streams begin and end, and what the last norm reads; `plan` are the streams of a layer.
 

@@ -159,6 +159,7 @@ def _attention_key(plan: AttentionPlan | MixerPlan | None) -> tuple[object, ...]
         plan.key_bias is None,
         plan.difference is None,
         plan.near is None,
+        plan.apart is None or plan.apart.moving,
         plan.experts is None,
     )
 

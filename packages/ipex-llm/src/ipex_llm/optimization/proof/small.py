@@ -257,7 +257,9 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
     for name, value in _values(config).items():
         if sizes.active and _is_sizes(name, value):  # of each layer
             setattr(config, name, [sizes.dim(one) for one in value])
-        if isinstance(value, float) and name == "swiglu_limit":  # within reach
+        if isinstance(value, float) and re.search(
+            "swiglu_limit|clip_threshold", name
+        ):  # within reach
             setattr(config, name, min(value, 0.5))
         if not _integer(value) or value < 2 or name in _LAYERS:
             continue
@@ -268,6 +270,8 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
             new = min(value, POSITIONS)
         elif name == "log_scaling_n_floor":
             new = min(value, 24)
+        elif name == "n_layers_per_attn_res_block":
+            new = 2
         elif _IS_PLAIN.search(name):
             if re.search(r"token_id$|token_index$", name):
                 new = value % VOCAB
