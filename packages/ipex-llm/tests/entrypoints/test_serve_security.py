@@ -307,8 +307,8 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "temperature": "1"}', "temperature: "),
         ('{"prompt": "A", "max_tokens": true}', "max_tokens: "),
         ('{"prompt": "A", "max_tokens": 0}', "max_tokens must be at least 1"),
-        ('{"prompt": "A", "max_tokens": -1}', "max_tokens: "),
-        ('{"prompt": "A", "max_tokens": 1e5}', "max_tokens: "),
+        ('{"prompt": "A", "max_tokens": -2}', "max_tokens: "),
+        ('{"prompt": "A", "max_tokens": 1.5}', "max_tokens: "),
         (
             '{"prompt": "A", "max_tokens": 99999999999999999999999}',
             "max_tokens must be at most 256",
