@@ -303,6 +303,7 @@ HALF = r'"\ud800"'  # half of a surrogate pair: valid JSON, no text
         ('{"prompt": "A", "temperature": -Infinity}', "numbers must be finite"),
         ('{"prompt": "A", "temperature": 1e999}', "temperature: "),
         ('{"prompt": "A", "presence_penalty": 1e999}', "presence_penalty: "),
+        ('{"prompt": "A", "unknown": [-1e999]}', "finite numbers, got -1e999"),
         ('{"prompt": "A", "temperature": true}', "temperature: "),
         ('{"prompt": "A", "temperature": "1"}', "temperature: "),
         ('{"prompt": "A", "max_tokens": true}', "max_tokens: "),

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -768,10 +769,20 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     Raises:
         ApiError: As for `read_body`.
     """
+    infinite: list[str] = []
+
+    def number(text: str) -> float:
+        if math.isinf(value := float(text)):
+            infinite.append(text[:20])
+        return value
+
     try:
         with _collector_paused():
             found = json.loads(
-                data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant
+                data.decode("utf-8"),
+                object_pairs_hook=_object,
+                parse_constant=_constant,
+                parse_float=number,
             )
         if b"\\ud" in data or b"\\uD" in data:  # may be half of a surrogate pair, which is no text
             json.dumps(found, ensure_ascii=False).encode("utf-8")
@@ -787,7 +798,11 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         raise ApiError(400, "body: must be JSON that is not nested deeply", param="body") from None
     except ValueError as error:
         raise ApiError(400, f"body: must be JSON, got {error}"[:300], param="body") from None
-    return _validated(kind, found, {})
+    made = _validated(kind, found, {})  # most fields have an error with their name
+    if infinite:
+        text = f"body: must be JSON of finite numbers, got {infinite[0]}"
+        raise ApiError(400, text, param="body")
+    return made
 
 
 def chat_of(found: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
