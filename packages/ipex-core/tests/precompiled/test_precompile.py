@@ -467,6 +467,7 @@ def test_integers_and_lookups_have_instructions() -> None:
         def forward(self, x: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
             big = i + 2**53  # float64 would not tell these apart
             numbers = (i * 2 - j, -i, i.abs() // 3, i % -3, torch.where(i > j, i, j + 1))
+            numbers += (i.clamp(-1, 1), i.clamp(2, -2), i.clamp_min(0), i.clamp(max=1))
             return (
                 *(*numbers, big == big + 1, (i < j) | (j != 2), i.int() * 2**30, ~i & j),
                 *(x.gather(-1, j), x.index_select(1, j[0]), x[:, j], x[i], x.flip(0)[-1]),

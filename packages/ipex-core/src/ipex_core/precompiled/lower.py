@@ -817,6 +817,20 @@ def _integer(low: _Lowering, node: fx.Node) -> Any:
     return low.builder.call("integer", operands, function, found.dtype)
 
 
+@_rule(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+def _bounds(low: _Lowering, node: fx.Node) -> Any:
+    a, dtype = arguments(node), _dtype_of(node)
+    bounds = a.get("min"), a.get("max")
+    whole = all(one is None or isinstance(one, int) for one in bounds)
+    if dtype not in _WHOLE_NUMBERS or dtype != _dtype_of(a["self"]) or not whole:
+        raise _Unfit
+    x = low.register(a["self"])
+    for bound, function in zip(bounds, ("maximum", "minimum"), strict=True):
+        if bound is not None:
+            x = low.builder.call("integer", [x, low.number(bound)], function, dtype)
+    return x
+
+
 @_rule(aten.gather.default)
 def _gather(low: _Lowering, node: fx.Node) -> Any:
     a = arguments(node)
