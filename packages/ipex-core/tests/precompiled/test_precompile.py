@@ -471,6 +471,7 @@ def test_integers_and_lookups_have_instructions() -> None:
             return (
                 *(*numbers, big == big + 1, (i < j) | (j != 2), i.int() * 2**30, ~i & j),
                 *(x.gather(-1, j), x.index_select(1, j[0]), x[:, j], x[i], x.flip(0)[-1]),
+                functional.glu(x),
             )
 
     i = torch.tensor([[-3, 2, 0], [1, -1, 2], [0, 1, -2]])

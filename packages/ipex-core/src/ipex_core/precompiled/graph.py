@@ -164,10 +164,11 @@ def forms_of(graph: fx.Graph) -> tuple[str | None, ...]:
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the compositions of Inductor, which the passes expect, without ops that stay whole."""
+    from torch._decomp import decomposition_table
     from torch._inductor.decomposition import select_decomp_table
     from torch._prims_common import suggest_memory_format
 
-    table = dict(select_decomp_table())
+    table = {**select_decomp_table(), aten.glu.default: decomposition_table[aten.glu.default]}
     joined = table[aten.cat.default]
 
     def cat(tensors: list[Tensor], dim: int = 0) -> Any:
