@@ -200,7 +200,7 @@ class OpSpec:
     """Everything there is to know about one op.
 
     Attributes:
-        name: Name under ``torch.ops.ipex``.
+        name: Name under ``torch.ops.ipex``; left out, the name of the reference without underscores before it.
         schema: Schema without the name: ``"(Tensor x, float eps) -> Tensor"``; left out, what the annotations of the
             reference spell. An op that writes to an argument, ``"(Tensor(a!) cache, Tensor rows) -> ()"``, returns
             nothing or new tensors, never an alias.
@@ -231,7 +231,7 @@ class OpSpec:
         summary: One line for tables; the docstring of the reference is the long text.
     """
 
-    name: str
+    name: str = ""
     schema: str = ""
     reference: Callable[..., Any]
     check: Callable[[Arguments], None]
@@ -257,6 +257,7 @@ class OpSpec:
     def __post_init__(self) -> None:
         schema = self.schema or schema_of(self.reference, self.mutates)
         written = re.findall(r"Tensor\([a-z]!\)(?:\[\])?\??\s+(\w+)", schema)
+        object.__setattr__(self, "name", self.name or self.reference.__name__.lstrip("_"))
         object.__setattr__(self, "schema", schema)
         object.__setattr__(self, "mutates", tuple(written))
 

@@ -116,7 +116,6 @@ def _bench_of(
 
 
 register_op(
-    name="gelu",
     reference=_gelu,
     check=_check,
     fake=lambda a: fake_like(a.x),
@@ -126,7 +125,6 @@ register_op(
     summary="Gaussian error linear unit, exact or tanh form",
 )
 register_op(
-    name="gelu_mul",
     reference=_gelu_mul,
     check=_mul_check,
     fake=lambda a: fake_like(a.gate),
@@ -163,7 +161,6 @@ def _quick_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="gelu_quick",
     reference=_gelu_quick,
     check=lambda a: check_tensor(a.op, "x", a.x, min_dim=0),
     fake=lambda a: fake_like(a.x),
@@ -223,7 +220,6 @@ def _stock(grad: Tensor, x: Tensor, approximate: str = "none") -> tuple[Tensor, 
 
 
 register_op(
-    name=OP,
     reference=_gelu_backward,
     check=_backward_check,
     fake=_backward_fake,
@@ -274,7 +270,6 @@ def _gated_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="silu_mul",
     reference=_silu_mul,
     check=_gated_check,
     fake=lambda a: fake_like(a.gate),
@@ -369,7 +364,6 @@ def _gated_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="silu_and_mul",
     reference=_silu_and_mul,
     check=lambda a: _check_even(a.op, a.x),
     fake=_gated_fake,
@@ -379,7 +373,6 @@ register_op(
     summary="SiLU of the first half times the second half",
 )
 register_op(
-    name="gelu_and_mul",
     reference=_gelu_and_mul,
     check=_gelu_check,
     fake=_gated_fake,

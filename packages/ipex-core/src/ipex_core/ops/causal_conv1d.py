@@ -312,7 +312,6 @@ def _update_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="causal_conv1d_fn",
     reference=_causal_conv1d_fn,
     check=_fn_check,
     fake=_fn_fake,
@@ -324,7 +323,6 @@ register_op(
 )
 
 register_op(
-    name="causal_conv1d_update",
     mutates=("conv_state",),
     reference=_causal_conv1d_update,
     check=_update_check,

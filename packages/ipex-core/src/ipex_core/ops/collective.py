@@ -191,7 +191,7 @@ define("_sum_over_backend(Tensor x, str group) -> Tensor")
 LIBRARY.impl("_sum_over_backend", _sum_over_backend, "CompositeExplicitAutograd")
 
 
-def _all_reduce(
+def _all_reduce_(
     x: Tensor, memory: Tensor | None, rank: int, timeout: float = 1800.0, group: str = ""
 ) -> None:
     """Replace ``x`` on each rank of a group by the sum over all ranks.
@@ -228,7 +228,7 @@ def _all_reduce(
         x.copy_(flat.view(x.shape))
 
 
-def _all_gather(
+def _all_gather_columns(
     x: Tensor,
     sizes: Sequence[int],
     memory: Tensor | None,
@@ -363,9 +363,8 @@ def _gather_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="all_reduce_",
     mutates=("x", "memory"),
-    reference=_all_reduce,
+    reference=_all_reduce_,
     check=_check_reduce,
     fake=lambda a: None,
     samples=_reduce_samples,
@@ -375,9 +374,8 @@ register_op(
 )
 
 register_op(
-    name="all_gather_columns",
     mutates=("memory",),
-    reference=_all_gather,
+    reference=_all_gather_columns,
     check=_check_gather,
     fake=lambda a: a.x.new_empty(*a.x.shape[:-1], sum(a.sizes)),
     samples=_gather_samples,

@@ -457,7 +457,6 @@ def stock_args(
 
 
 register_op(
-    name="convolution",
     reference=_convolution,
     check=_check,
     fake=_fake,
@@ -609,7 +608,6 @@ def _norm_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="frozen_batch_norm",
     reference=_frozen_batch_norm,
     check=_norm_check,
     fake=_norm_fake,

@@ -242,7 +242,6 @@ def _bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name=OP,
     reference=_decode_attention,
     check=_check,
     fake=_fake,

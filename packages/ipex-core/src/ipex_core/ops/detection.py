@@ -188,7 +188,6 @@ def _bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="nms_mask",
     reference=_nms_mask,
     check=_check,
     fake=lambda a: torch.empty(a.scores.shape, dtype=torch.bool, device=a.scores.device),
@@ -289,7 +288,6 @@ def _boxes_stock(
 
 
 register_op(
-    name="locations_to_boxes",
     reference=_locations_to_boxes,
     check=_boxes_check,
     fake=lambda a: fake_like(a.locations),

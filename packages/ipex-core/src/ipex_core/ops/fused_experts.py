@@ -478,7 +478,6 @@ def _stock(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> 
 
 
 register_op(
-    name="fused_experts",
     reference=_fused_experts,
     check=_check,
     fake=lambda a: torch.empty_like(a.hidden_states, memory_format=torch.contiguous_format),
@@ -662,7 +661,6 @@ def _linear_stock(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 register_op(
-    name=LINEAR_OP,
     reference=_expert_linear,
     check=_linear_check,
     fake=_linear_fake,

@@ -212,7 +212,6 @@ def _stock_args(
 
 
 register_op(
-    name=OP,
     reference=_grouped_linear,
     check=_check,
     fake=lambda a: a.x.new_empty(a.x.shape[0], a.out_features),
@@ -357,7 +356,6 @@ def _bmm_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name=BMM_OP,
     reference=_bmm,
     check=_bmm_check,
     fake=_bmm_fake,

@@ -40,7 +40,7 @@ def int8_randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
 
 
-def _pack(weight: Tensor) -> Tensor:
+def _pack_int8_weight(weight: Tensor) -> Tensor:
     """Pack an int8 weight for `int8_linear`.
 
     Args:
@@ -76,7 +76,7 @@ def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((int8_randn(40, 24, seed=62).t(),), id="transposed")
 
 
-def _unpack(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+def _unpack_int8_weight(packed: Tensor, out_features: int, in_features: int) -> Tensor:
     """Return the plain weight of a packed one.
 
     Args:
@@ -104,8 +104,7 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="pack_int8_weight",
-    reference=_pack,
+    reference=_pack_int8_weight,
     check=_pack_check,
     fake=_pack_fake,
     samples=_pack_samples,
@@ -115,8 +114,7 @@ register_op(
     summary="Pack an int8 weight for `int8_linear`",
 )
 register_op(
-    name="unpack_int8_weight",
-    reference=_unpack,
+    reference=_unpack_int8_weight,
     check=_unpack_check,
     fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=torch.int8),
     samples=_unpack_samples,
@@ -134,7 +132,7 @@ _CODES = (torch.int8, torch.uint8)
 _OP = "int8_linear"
 
 
-def _linear(
+def _int8_linear(
     x: Tensor,
     packed_weight: Tensor,
     out_features: int,
@@ -408,8 +406,7 @@ def _stock(
 
 
 register_op(
-    name="int8_linear",
-    reference=_linear,
+    reference=_int8_linear,
     check=_check,
     fake=_fake,
     samples=_samples,

@@ -386,7 +386,6 @@ def _int8_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name=OP,
     reference=_int8_interaction,
     check=_int8_check,
     fake=_int8_fake,

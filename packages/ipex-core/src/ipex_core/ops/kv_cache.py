@@ -484,7 +484,6 @@ def _nothing(a: Arguments) -> None:
 
 
 register_op(
-    name="cache_slots",
     mutates=("slot_mapping",),
     reference=_cache_slots,
     check=_cache_slots_check,

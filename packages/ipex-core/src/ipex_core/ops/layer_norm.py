@@ -81,7 +81,7 @@ def _add_layer_norm(
     return _normalize(total, weight, bias, eps), total
 
 
-def _add_layer_norm_in_place(
+def _add_layer_norm_(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None,
@@ -181,7 +181,6 @@ def _stock(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor
 
 
 register_op(
-    name="layer_norm",
     reference=_layer_norm,
     check=check_norm,
     fake=fake_norm,
@@ -192,7 +191,6 @@ register_op(
     summary="Layer normalization over the last dimension",
 )
 register_op(
-    name="add_layer_norm",
     reference=_add_layer_norm,
     check=check_norm,
     fake=fake_sum,
@@ -204,9 +202,8 @@ register_op(
     summary="Residual addition followed by layer normalization",
 )
 register_op(
-    name="add_layer_norm_",
     mutates=("residual",),
-    reference=_add_layer_norm_in_place,
+    reference=_add_layer_norm_,
     check=check_norm,
     fake=fake_norm,
     samples=_add_samples,

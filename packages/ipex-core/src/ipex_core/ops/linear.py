@@ -271,7 +271,6 @@ def stock_args(
 
 
 register_op(
-    name="linear",
     reference=_linear,
     check=_check,
     fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),
@@ -287,7 +286,7 @@ register_op(
 # --- packing of weights -----------------------------------------------------------------------------------------------
 
 
-def _pack(weight: Tensor) -> Tensor:
+def _pack_linear_weight(weight: Tensor) -> Tensor:
     """Pack a linear weight for `linear`.
 
     Args:
@@ -320,7 +319,9 @@ def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((special,), id="special_values")
 
 
-def _unpack(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
+def _unpack_linear_weight(
+    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype
+) -> Tensor:
     """Return the plain weight of a packed one, bit for bit.
 
     Args:
@@ -350,8 +351,7 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="pack_linear_weight",
-    reference=_pack,
+    reference=_pack_linear_weight,
     check=_pack_check,
     fake=_pack_fake,
     samples=_pack_samples,
@@ -360,8 +360,7 @@ register_op(
     summary="Pack a linear weight for `linear`",
 )
 register_op(
-    name="unpack_linear_weight",
-    reference=_unpack,
+    reference=_unpack_linear_weight,
     check=_unpack_check,
     fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
     samples=_unpack_samples,

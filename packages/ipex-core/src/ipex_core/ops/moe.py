@@ -256,7 +256,6 @@ def _bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="moe_routing",
     reference=_moe_routing,
     check=_check,
     fake=_fake,
@@ -370,7 +369,7 @@ def plain_expert(
     return _experts.unpack(packed[index : index + 1], n, k, stored, gated)[0]
 
 
-def _pack(weight: Tensor, gated: bool = False) -> Tensor:
+def _pack_moe_weight(weight: Tensor, gated: bool = False) -> Tensor:
     """Pack the weights of all experts for `fused_experts`.
 
     Args:
@@ -420,7 +419,7 @@ def _pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((weight, gated), id=name)
 
 
-def _unpack(
+def _unpack_moe_weight(
     packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype, gated: bool = False
 ) -> Tensor:
     """Return the plain weights of packed experts, bit for bit.
@@ -460,7 +459,7 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample((packed, *weight.shape[1:], dtype, gated), id=name)
 
 
-def _stack(packed: list[Tensor]) -> Tensor:
+def _pack_moe_stack(packed: list[Tensor]) -> Tensor:
     """Put the packed weights of single experts together, for `fused_experts`.
 
     Args:
@@ -488,8 +487,7 @@ def _stack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="pack_moe_stack",
-    reference=_stack,
+    reference=_pack_moe_stack,
     check=_stack_check,
     fake=lambda a: a.packed[0].new_empty(len(a.packed), a.packed[0].shape[0]),
     samples=_stack_samples,
@@ -498,8 +496,7 @@ register_op(
     summary="Put the packed weights of single experts together for `fused_experts`",
 )
 register_op(
-    name="pack_moe_weight",
-    reference=_pack,
+    reference=_pack_moe_weight,
     check=_pack_check,
     fake=_pack_fake,
     samples=_pack_samples,
@@ -508,8 +505,7 @@ register_op(
     summary="Pack the weights of all experts for `fused_experts`",
 )
 register_op(
-    name="unpack_moe_weight",
-    reference=_unpack,
+    reference=_unpack_moe_weight,
     check=_unpack_check,
     fake=_unpack_fake,
     samples=_unpack_samples,

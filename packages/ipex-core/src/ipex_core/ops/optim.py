@@ -252,7 +252,6 @@ def _cat_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="split_float_bfloat16",
     reference=_split_float_bfloat16,
     check=lambda a: check_tensor(a.op, "x", a.x, (torch.float32,), min_dim=0),
     fake=_halves,
@@ -264,7 +263,6 @@ register_op(
     summary="Upper and lower halves of float32 numbers",
 )
 register_op(
-    name="cat_bfloat16_float",
     reference=_cat_bfloat16_float,
     check=_check_cat,
     fake=lambda a: torch.empty(a.top.shape, dtype=torch.float32, device=a.top.device),

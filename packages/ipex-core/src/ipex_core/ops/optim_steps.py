@@ -136,7 +136,6 @@ def _sgd_bench() -> Iterator[BenchCase]:
 
 
 SGD_SPEC = register_op(
-    name="sgd_fused_step",
     mutates=("param", "momentum_buffer", "param2"),
     reference=_sgd_fused_step,
     check=_sgd_check,
@@ -211,7 +210,6 @@ def _adagrad_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 ADAGRAD_SPEC = register_op(
-    name="adagrad_fused_step",
     mutates=("param", "state_sum", "param2"),
     reference=_adagrad_fused_step,
     check=_adagrad_check,
@@ -358,7 +356,6 @@ def _adam_bench() -> Iterator[BenchCase]:
 
 
 ADAM_SPEC = register_op(
-    name="adam_fused_step",
     mutates=("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "param2"),
     reference=_adam_fused_step,
     check=_adam_check,
@@ -446,7 +443,6 @@ def _lamb_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 LAMB_SPEC = register_op(
-    name="lamb_fused_step",
     mutates=("param", "exp_avg", "exp_avg_sq", "param2"),
     reference=_lamb_fused_step,
     check=_lamb_check,
@@ -528,7 +524,6 @@ def _lars_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 LARS_SPEC = register_op(
-    name="lars_fused_step",
     mutates=("param", "momentum_buffer", "param2"),
     reference=_lars_fused_step,
     check=_lars_check,

@@ -67,7 +67,7 @@ def codes(x: Tensor, scale: Tensor, zero: Tensor, symmetric: bool) -> Tensor:
     return value.clamp(low, high).to(torch.int8 if symmetric else torch.uint8)
 
 
-def _per_token(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_per_token(x: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize each row of ``x`` to 8 bits with a scale of its own.
 
     Symmetric codes are int8 with ``scale = max|x| / 127``. The others are uint8 with
@@ -136,8 +136,7 @@ def _per_token_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="quantize_per_token",
-    reference=_per_token,
+    reference=_quantize_per_token,
     check=lambda a: check_tensor(a.op, "x", a.x),
     fake=_per_token_fake,
     samples=_per_token_samples,
@@ -162,7 +161,7 @@ def _check_scale(scale: Tensor) -> None:
     check_scale("quantize_per_tensor", "scale", scale)
 
 
-def _per_tensor(
+def _quantize_per_tensor(
     x: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize ``x`` to 8 bits with one scale, which is given (static) or computed from its range (dynamic).
@@ -250,8 +249,7 @@ def _per_tensor_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="quantize_per_tensor",
-    reference=_per_tensor,
+    reference=_quantize_per_tensor,
     check=_per_tensor_check,
     fake=_per_tensor_fake,
     samples=_per_tensor_samples,

@@ -107,7 +107,7 @@ def _add_rms_norm(
     return _normalize(total, weight, eps, weight_offset), total
 
 
-def _add_rms_norm_in_place(
+def _add_rms_norm_(
     x: Tensor,
     residual: Tensor,
     weight: Tensor | None,
@@ -165,7 +165,6 @@ def _stock(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 register_op(
-    name="rms_norm",
     reference=_rms_norm,
     check=check_norm,
     fake=fake_norm,
@@ -175,7 +174,6 @@ register_op(
     summary="RMS normalization over the last dimension",
 )
 register_op(
-    name="add_rms_norm",
     reference=_add_rms_norm,
     check=check_norm,
     fake=fake_sum,
@@ -186,9 +184,8 @@ register_op(
     summary="Residual addition followed by RMS normalization",
 )
 register_op(
-    name="add_rms_norm_",
     mutates=("residual",),
-    reference=_add_rms_norm_in_place,
+    reference=_add_rms_norm_,
     check=check_norm,
     fake=fake_norm,
     samples=_in_place_samples,

@@ -267,7 +267,6 @@ def _update_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="rnnt_embedding",
     reference=_rnnt_embedding,
     check=_embedding_check,
     fake=lambda a: a.table.new_empty(a.idx.shape[0], a.table.shape[1]),
@@ -278,7 +277,6 @@ register_op(
 )
 
 register_op(
-    name="rnnt_update",
     schema=(
         "(Tensor k, Tensor out_lens, Tensor(a!) label_col, Tensor(b!) symbols_added,"
         " Tensor(c!) time_idxs, Tensor(d!) blankness, Tensor(e!) blankvec, Tensor(f!) not_blank,"

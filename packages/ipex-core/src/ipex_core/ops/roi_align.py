@@ -372,7 +372,6 @@ def _backward_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="roi_align",
     reference=_roi_align,
     check=_check,
     fake=_fake,
@@ -385,7 +384,6 @@ register_op(
 )
 
 register_op(
-    name="roi_align_backward",
     reference=_roi_align_backward,
     check=_backward_check,
     fake=_backward_fake,

@@ -171,7 +171,7 @@ def _rotary_embedding(
         x.copy_(rotate(x, rows[0], rows[1], rotary_dim, rotary_half))
 
 
-def _functional(
+def _rotary_embedding_functional(
     query: Tensor,
     key: Tensor,
     sin: Tensor,
@@ -289,7 +289,6 @@ def _plain_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="rotary_embedding",
     mutates=("query", "key"),
     reference=_rotary_embedding,
     check=_plain_check,
@@ -301,8 +300,7 @@ register_op(
     summary="Rotary position embedding of query and key in place",
 )
 register_op(
-    name="rotary_embedding_functional",
-    reference=_functional,
+    reference=_rotary_embedding_functional,
     check=_check_functional,
     fake=lambda a: (fake_like(a.query), fake_like(a.key)),
     samples=_plain_samples,
@@ -501,7 +499,7 @@ register_op(
 # --- one table, a part of each head -----------------------------------------------------------------------------------
 
 
-def _table(
+def _rotary_embedding_table(
     positions: Tensor,
     query: Tensor,
     key: Tensor | None,
@@ -583,9 +581,8 @@ def _table_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="rotary_embedding_table",
     mutates=("query", "key"),
-    reference=_table,
+    reference=_rotary_embedding_table,
     check=_table_check,
     fake=_fake,
     samples=_table_samples,

@@ -189,7 +189,6 @@ def _bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name=_OP,
     reference=_sample_token,
     check=_check,
     fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
@@ -230,7 +229,7 @@ def uniform(seeds: Tensor) -> Tensor:
     return shift(x, 40).float() * 2.0**-24
 
 
-def _seeded(logits: Tensor, seeds: Tensor) -> Tensor:
+def _sample_token_seeded(logits: Tensor, seeds: Tensor) -> Tensor:
     """Draw a token from ``softmax(logits)`` with a random number that is made from a seed; see `sample_token`.
 
     Args:
@@ -273,8 +272,7 @@ def _seeded_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="sample_token_seeded",
-    reference=_seeded,
+    reference=_sample_token_seeded,
     check=_seeded_check,
     fake=lambda a: a.logits.new_empty(a.logits.shape[:-1], dtype=torch.int64),
     samples=_seeded_samples,
@@ -329,7 +327,6 @@ def _argmax_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="argmax",
     reference=_argmax,
     check=_argmax_check,
     fake=lambda a: a.x.new_empty(a.x.shape[:-1], dtype=torch.int64),
@@ -344,7 +341,7 @@ register_op(
 # --- which may come ---------------------------------------------------------------------------------------------------
 
 
-def _bitmask(logits: Tensor, bitmask: Tensor) -> None:
+def _apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
     """Add minus infinity to the logits of tokens whose bit is 0, in place.
 
     What is not finite stays so.
@@ -388,9 +385,8 @@ def _bitmask_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="apply_token_bitmask",
     mutates=("logits",),
-    reference=_bitmask,
+    reference=_apply_token_bitmask,
     check=_bitmask_check,
     fake=lambda a: None,
     samples=_bitmask_samples,

@@ -156,7 +156,6 @@ def _bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="softmax",
     reference=_softmax,
     check=_check,
     fake=lambda a: fake_like(a.x),
@@ -226,7 +225,6 @@ def _dropout_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="dropout",
     reference=_dropout,
     check=_dropout_check,
     fake=lambda a: fake_like(a.x),

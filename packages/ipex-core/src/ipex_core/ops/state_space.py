@@ -96,7 +96,7 @@ def _per_channel(matrix: Tensor, batch: int, dim: int, length: int) -> Tensor:
     return matrix.repeat_interleave(dim // matrix.shape[1], 1)
 
 
-def _selective_scan(
+def _selective_scan_fn(
     u: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -322,8 +322,7 @@ _TOLERANCE = {
 }
 
 register_op(
-    name="selective_scan_fn",
-    reference=_selective_scan,
+    reference=_selective_scan_fn,
     check=_check,
     fake=_fake,
     samples=_samples,
@@ -526,7 +525,6 @@ def _update_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name="selective_state_update",
     mutates=("state",),
     reference=_selective_state_update,
     check=_update_check,

@@ -220,7 +220,6 @@ def _bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name=OP,
     schema=(
         "(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor seqlen_q, Tensor seqlen_k,"
         " Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, float pdropout, float softmax_scale,"
@@ -498,7 +497,6 @@ def _flash_bench() -> Iterator[BenchCase]:
 
 
 register_op(
-    name=FLASH_OP,
     schema=(
         "(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q,"
         " Tensor cu_seqlens_kv, SymInt max_seqlen_q, SymInt max_seqlen_kv, float softmax_scale, bool is_causal,"

@@ -238,7 +238,6 @@ def _float_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="woq_linear",
     reference=_woq_linear,
     check=_check,
     fake=lambda a: a.x.new_empty(*a.x.shape[:-1], a.out_features),

@@ -170,7 +170,7 @@ def check_names(a: Arguments) -> None:
     a.require(fits, "order", f"be dot for format {a.format}")
 
 
-def _pack(
+def _pack_woq_weight(
     qweight: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
@@ -300,8 +300,7 @@ def pack_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="pack_woq_weight",
-    reference=_pack,
+    reference=_pack_woq_weight,
     check=_pack_check,
     fake=_pack_fake,
     samples=pack_samples,
@@ -315,7 +314,7 @@ register_op(
 # --- unpacking --------------------------------------------------------------------------------------------------------
 
 
-def _unpack(
+def _unpack_woq_weight(
     packed: Tensor,
     out_features: int,
     in_features: int,
@@ -433,7 +432,9 @@ def _unpack_samples(dtype: torch.dtype) -> Iterator[Sample]:
         )
 
 
-def _dequantize(packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
+def _dequantize_woq_weight(
+    packed: Tensor, out_features: int, in_features: int, dtype: torch.dtype
+) -> Tensor:
     """Return the float weight of a packed quantized one, in the order of the input features.
 
     Args:
@@ -463,8 +464,7 @@ def _dequantize_samples(dtype: torch.dtype) -> Iterator[Sample]:
 
 
 register_op(
-    name="unpack_woq_weight",
-    reference=_unpack,
+    reference=_unpack_woq_weight,
     check=_unpack_check,
     fake=_unpack_fake,
     samples=_unpack_samples,
@@ -474,8 +474,7 @@ register_op(
     summary="Give back the codes, scales and zero points of a packed weight, bit for bit",
 )
 register_op(
-    name="dequantize_woq_weight",
-    reference=_dequantize,
+    reference=_dequantize_woq_weight,
     check=_dequantize_check,
     fake=lambda a: a.packed.new_empty(a.out_features, a.in_features, dtype=a.dtype),
     samples=_dequantize_samples,
