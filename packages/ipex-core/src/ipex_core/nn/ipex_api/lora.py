@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ipex_core.library.spec import check
+from ipex_core.util import also_named
 
 #: Names of what says which rows have which adapter.
 _SEQUENCES = ("lora_indices_tensor", "seq_len_tensor", "b_seq_start_loc")
@@ -22,96 +23,100 @@ def _first(op: str, batches: int, *tensors: Tensor) -> list[Tensor]:
     return [tensor[:batches] for tensor in tensors]
 
 
+_also_named = also_named(
+    inputs="input",
+    lora_a_weights="lora_weights",
+    lora_b_weights="lora_weights",
+    output_tensor="output",
+    lora_indices_tensor="token_lora_mapping",
+)
+
+
+@_also_named
 def bgmv_shrink(
-    inputs: Tensor,
-    lora_a_weights: Tensor,
-    output_tensor: Tensor,
-    lora_indices_tensor: Tensor,
+    input: Tensor,
+    lora_weights: Tensor,
+    output: Tensor,
+    token_lora_mapping: Tensor,
     scaling: float = 1.0,
 ) -> Tensor:
-    """Write ``scaling * lora_a_weights[index] @ row`` to ``output_tensor`` for each row.
+    """Write ``scaling * lora_weights[adapter] @ row`` to ``output`` for each row.
 
     Args:
-        inputs: ``[rows, features]``.
-        lora_a_weights: ``[adapters, rank, features]`` or ``[adapters, 1, rank, features]``.
-        output_tensor: ``[rows, rank]``, float32 or the dtype of the weights; written.
-        lora_indices_tensor: ``[rows]``: the adapter of each row, -1 for none (its outputs are left as they are).
+        input: ``[rows, features]``.
+        lora_weights: ``[adapters, rank, features]`` or ``[adapters, 1, rank, features]``.
+        output: ``[rows, rank]``, float32 or the dtype of the weights; written.
+        token_lora_mapping: ``[rows]``: the adapter of each row, -1 for none (its outputs stay as they are).
         scaling: Factor on the product.
 
     Returns:
-        ``output_tensor``.
+        ``output``.
 
     Raises:
-        RuntimeError: For wrong dtypes or shapes, or an index that is out of range.
+        RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
-    torch.ops.ipex.bgmv_shrink(output_tensor, inputs, lora_a_weights, lora_indices_tensor, scaling)
-    return output_tensor
+    torch.ops.ipex.bgmv_shrink(output, input, lora_weights, token_lora_mapping, scaling)
+    return output
 
 
+@_also_named
 def bgmv_expand(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    lora_indices_tensor: Tensor,
+    input: Tensor,
+    lora_weights: Tensor,
+    output: Tensor,
+    token_lora_mapping: Tensor,
     add_inputs: bool = True,
 ) -> Tensor:
-    """Add ``lora_b_weights[index] @ row`` to ``output_tensor`` for each row, or write it.
+    """Add ``lora_weights[adapter] @ row`` to ``output`` for each row, or write it.
 
     Args:
-        inputs: ``[rows, rank]``.
-        lora_b_weights: ``[adapters, features, rank]`` or ``[adapters, 1, features, rank]``.
-        output_tensor: ``[rows, features]``; written.
-        lora_indices_tensor: ``[rows]``: the adapter of each row, -1 for none (its outputs are left as they are).
-        add_inputs: Add to ``output_tensor``; otherwise overwrite it.
+        input: ``[rows, rank]``.
+        lora_weights: ``[adapters, features, rank]`` or ``[adapters, 1, features, rank]``.
+        output: ``[rows, features]``; written.
+        token_lora_mapping: ``[rows]``: the adapter of each row, -1 for none (its outputs stay as they are).
+        add_inputs: Add to ``output``; otherwise overwrite it.
 
     Returns:
-        ``output_tensor``.
+        ``output``.
 
     Raises:
-        RuntimeError: For wrong dtypes or shapes, or an index that is out of range.
+        RuntimeError: For wrong dtypes or shapes, or an adapter that is out of range.
     """
-    torch.ops.ipex.bgmv_expand(
-        output_tensor, inputs, lora_b_weights, lora_indices_tensor, add_inputs
-    )
-    return output_tensor
+    torch.ops.ipex.bgmv_expand(output, input, lora_weights, token_lora_mapping, add_inputs)
+    return output
 
 
+@_also_named
 def bgmv_expand_slice(
-    inputs: Tensor,
-    lora_b_weights: Tensor,
-    output_tensor: Tensor,
-    lora_indices_tensor: Tensor,
+    input: Tensor,
+    lora_weights: Tensor,
+    output: Tensor,
+    token_lora_mapping: Tensor,
     slice_offset: int,
     slice_size: int,
     add_inputs: bool = True,
 ) -> Tensor:
-    """Do as `bgmv_expand` on ``slice_size`` columns of ``output_tensor`` from ``slice_offset`` on.
+    """Do as `bgmv_expand` on ``slice_size`` columns of ``output`` from ``slice_offset`` on.
 
     Args:
-        inputs: ``[rows, rank]``.
-        lora_b_weights: ``[adapters, at least slice_size, rank]``, or with a dimension of 1 after the first.
-        output_tensor: ``[rows, columns]``; written.
-        lora_indices_tensor: ``[rows]``: the adapter of each row, -1 for none.
+        input: ``[rows, rank]``.
+        lora_weights: ``[adapters, at least slice_size, rank]``, or with a dimension of 1 after the first.
+        output: ``[rows, columns]``; written.
+        token_lora_mapping: ``[rows]``: the adapter of each row, -1 for none.
         slice_offset: First column.
         slice_size: Number of columns.
-        add_inputs: Add to ``output_tensor``; otherwise overwrite it.
+        add_inputs: Add to ``output``; otherwise overwrite it.
 
     Returns:
-        ``output_tensor``.
+        ``output``.
 
     Raises:
-        RuntimeError: For wrong dtypes or shapes, or an index or a column that is out of range.
+        RuntimeError: For wrong dtypes or shapes, or an adapter or a column that is out of range.
     """
     torch.ops.ipex.bgmv_expand_slice(
-        output_tensor,
-        inputs,
-        lora_b_weights,
-        lora_indices_tensor,
-        slice_offset,
-        slice_size,
-        add_inputs,
+        *(output, input, lora_weights, token_lora_mapping, slice_offset, slice_size, add_inputs)
     )
-    return output_tensor
+    return output
 
 
 def sgmv_shrink(
