@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ class _Signature:
     results: int
 
 
+@functools.cache
 def _signature(name: str) -> _Signature:
     """Return the parameters and the number of results of an instruction, from its schema."""
     if name in BUILTINS:
