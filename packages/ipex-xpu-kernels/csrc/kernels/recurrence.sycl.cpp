@@ -84,7 +84,7 @@ void text_history(T* history, const T* x, IPEX_TEXTS, Index columns, long before
 // `each`, every row fades at a rate of its own.
 template <typename T>
 IPEX_KERNEL(2)
-void delta_rule(T* y, const T* query, const T* key, const T* value, const T* step,
+void delta_rule(T* y, const T* value, const T* query, const T* key, const T* step,
                 const float* wide_step, const T* strength, const float* wide_strength,
                 const float* rates, const float* bias, float* state, IPEX_TEXTS, Index heads,
                 Index share, long keys, long values, long q_row, long q_head, long k_row,

@@ -352,12 +352,10 @@ def _flash_attn_varlen_func(a: Arguments) -> bool:
     return True
 
 
-def _bmm(
-    a: Tensor, b: Tensor, add: Tensor | None = None, alpha: float = 1.0, out_features: int = 0
-) -> Tensor | None:
-    if b.dtype == torch.uint8 or add is not None or alpha != 1.0:
+def _bmm(a: Arguments) -> Tensor | None:
+    if a.b.dtype == torch.uint8 or a.add is not None or a.alpha != 1.0:
         return None
-    return torch.bmm(a, b)  # in the dtype of the factors, with sums in float32
+    return torch.bmm(a.a, a.b)  # in the dtype of the factors, with sums in float32
 
 
 #: Name of an op -> what runs for tensors of the device; None or False: as it is defined.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,19 +46,11 @@ def _before_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any
 @functools.cache
 def register() -> tuple[str, ...]:
     """Register them with torch, once, and return the names of the ops."""
-    from ipex_xpu_kernels import (
-        _attention,
-        _cache,
-        _choice,
-        _experts,
-        _int8,
-        _optim,
-        _recurrence,
-        _woq,
-    )
+    from ipex_xpu_kernels import _experts
 
     functions: dict[str, Callable[..., Any]] = {}
-    for module in (_attention, _cache, _choice, _int8, _optim, _recurrence, _woq):
+    for name in ("attention", "cache", "choice", "int8", "optim", "recurrence", "woq"):
+        module = importlib.import_module(f"ipex_xpu_kernels._{name}")
         functions.update(module.FUNCTIONS)
     for name, function in functions.items():
         _library().impl(name, _with_definition(name, function), "XPU")

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ipex_core.library.spec import FLOATS
+from ipex_core.library.spec import FLOATS, Arguments
 from ipex_xpu_kernels._launch import dense, kernel, launch_columns
-
-Tensor = torch.Tensor
 
 
 def _either(x: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -19,146 +18,82 @@ def _either(x: Tensor, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return (x, None) if x.dtype == like.dtype else (None, x)
 
 
-def _texts(*numbers: Tensor) -> list[Tensor]:
-    return [one.contiguous() for one in numbers]
+def _texts(a: Arguments) -> list[Tensor]:
+    return [one.contiguous() for one in (a.query_starts, a.lengths, a.slots)]
 
 
-def _result(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _scan(name: str, x: Tensor, texts: int, columns: int, *arguments: object) -> Tensor:
+    """Start a kernel with an item for each column of each text, or of each head of it; return its result."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch_columns(kernel(name, x.dtype), x, texts, columns, y, x, *arguments)
+    return y
 
 
-def _conv(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    query_starts: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-) -> Tensor | None:
-    if x.dtype not in FLOATS:
+def _conv(a: Arguments) -> Tensor | None:
+    if a.x.dtype not in FLOATS:
         return None
-    x, y, texts = dense(x), _result(x), lengths.shape[0]
-    width, columns = weight.shape
-    places = _texts(query_starts, lengths, slots)
-    launch_columns(
-        *(kernel("text_convolution", x.dtype), x, x.shape[0], columns, y, x, conv_state),
-        *(weight.float().contiguous(), None if bias is None else bias.float().contiguous()),
-        *(*places, texts, columns, width, x.stride(0), activation == "silu"),
+    x, texts, places = dense(a.x), a.lengths.shape[0], _texts(a)
+    width, columns = a.weight.shape
+    y = _scan(
+        *("text_convolution", x, x.shape[0], columns, a.conv_state, a.weight.float().contiguous()),
+        *(None if a.bias is None else a.bias.float().contiguous(), *places),
+        *(texts, columns, width, x.stride(0), a.activation == "silu"),
     )
-    history = conv_state, x, *places, columns, width - 1, x.stride(0)
+    history = a.conv_state, x, *places, columns, width - 1, x.stride(0)
     launch_columns(kernel("text_history", x.dtype), x, texts, columns, *history)
     return y
 
 
-def _delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-    scale: float,
-    normalize: bool = True,
-    lowest: float = 0.0,
-) -> Tensor | None:
-    if v.dtype not in FLOATS:
+def _delta(a: Arguments) -> Tensor | None:
+    if a.v.dtype not in FLOATS:
         return None
-    q, k, v = dense(q), dense(k), dense(v)
-    a = dense(a) if a.dim() == 3 else a
-    y, (_, heads, keys, values) = _result(v), state.shape
-    launch_columns(
-        *(kernel("delta_rule", v.dtype), v, lengths.shape[0] * heads, values, y, q, k, v),
-        *(*_either(a, v), *_either(b, v), A.contiguous(), dt_bias.contiguous(), state),
-        *(*_texts(query_starts, lengths, slots), heads, heads // q.shape[1], keys, values),
-        *(n for one in (q, k, v, a, b) for n in one.stride()[:2]),
-        *(float(scale), normalize, float(lowest), a.dim() == 3),
+    q, k, v = dense(a.q), dense(a.k), dense(a.v)
+    each = a.a.dim() == 3
+    step = dense(a.a) if each else a.a
+    _, heads, keys, values = a.state.shape
+    return _scan(
+        *("delta_rule", v, a.lengths.shape[0] * heads, values, q, k, *_either(step, v)),
+        *(*_either(a.b, v), a.A.contiguous(), a.dt_bias.contiguous(), a.state, *_texts(a)),
+        *(heads, heads // q.shape[1], keys, values),
+        *(n for one in (q, k, v, step, a.b) for n in one.stride()[:2]),
+        *(float(a.scale), a.normalize, float(a.lowest), each),
     )
-    return y
 
 
-def _ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-    dt_min: float = 0.0,
-    dt_max: float = 1e30,
-) -> Tensor | None:
-    if x.dtype not in FLOATS:
+def _ssd(a: Arguments) -> Tensor | None:
+    if a.x.dtype not in FLOATS:
         return None
-    x, B, C = dense(x), dense(B), dense(C)
-    y, (_, heads, states, size) = _result(x), state.shape
-    most = torch.finfo(torch.float32).max
-    launch_columns(
-        *(kernel("ssd_scan", x.dtype), x, lengths.shape[0] * heads, size, y, x, *_either(dt, x)),
-        *(A.contiguous(), B, C, D.contiguous(), dt_bias.contiguous(), state),
-        *(*_texts(query_starts, lengths, slots), heads, heads // B.shape[1], states, size),
-        *(n for one in (x, dt, B, C) for n in one.stride()[:2]),
-        *(float(min(dt_min, most)), float(min(dt_max, most))),
+    x, B, C = dense(a.x), dense(a.B), dense(a.C)
+    (_, heads, states, size), most = a.state.shape, torch.finfo(torch.float32).max
+    return _scan(
+        *("ssd_scan", x, a.lengths.shape[0] * heads, size, *_either(a.dt, x), a.A.contiguous()),
+        *(B, C, a.D.contiguous(), a.dt_bias.contiguous(), a.state, *_texts(a)),
+        *(heads, heads // B.shape[1], states, size),
+        *(n for one in (x, a.dt, B, C) for n in one.stride()[:2]),
+        *(float(min(a.dt_min, most)), float(min(a.dt_max, most))),
     )
-    return y
 
 
-def _selective(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-) -> Tensor | None:
-    if x.dtype not in FLOATS:
+def _selective(a: Arguments) -> Tensor | None:
+    if a.x.dtype not in FLOATS:
         return None
-    x, dt, B, C = dense(x), dense(dt), dense(B), dense(C)
-    y, (_, states, size) = _result(x), state.shape
-    launch_columns(
-        *(kernel("selective_scan", x.dtype), x, lengths.shape[0], size, y, x, *_either(dt, x)),
-        *(A.contiguous(), B, C, D.contiguous(), dt_bias.contiguous(), state),
-        *(*_texts(query_starts, lengths, slots), states, size),
+    x, dt, B, C = dense(a.x), dense(a.dt), dense(a.B), dense(a.C)
+    _, states, size = a.state.shape
+    return _scan(
+        *("selective_scan", x, a.lengths.shape[0], size, *_either(dt, x), a.A.contiguous(), B, C),
+        *(a.D.contiguous(), a.dt_bias.contiguous(), a.state, *_texts(a), states, size),
         *(one.stride(0) for one in (x, dt, B, C)),
     )
-    return y
 
 
-def _wkv(
-    x: Tensor,
-    k: Tensor,
-    decay: Tensor,
-    first: Tensor,
-    state: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-) -> Tensor | None:
-    if x.dtype not in FLOATS:
+def _wkv(a: Arguments) -> Tensor | None:
+    if a.x.dtype not in FLOATS:
         return None
-    x, k = dense(x), dense(k)
-    y, size = _result(x), x.shape[1]
-    launch_columns(
-        *(kernel("wkv_scan", x.dtype), x, lengths.shape[0], size, y, x, *_either(k, x)),
-        *(decay.contiguous(), first.contiguous(), state),
-        *(*_texts(query_starts, lengths, slots), size, x.stride(0), k.stride(0)),
+    x, k = dense(a.x), dense(a.k)
+    return _scan(
+        *("wkv_scan", x, a.lengths.shape[0], x.shape[1], *_either(k, x), a.decay.contiguous()),
+        *(a.first.contiguous(), a.state, *_texts(a), x.shape[1], x.stride(0), k.stride(0)),
     )
-    return y
 
 
 #: Name of an op -> what runs for tensors of the device; None: as it is defined.
