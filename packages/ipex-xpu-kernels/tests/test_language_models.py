@@ -234,7 +234,7 @@ def _runner(model: Any) -> Any:
 
 #: Prefix of the classes in transformers -> sizes, each for a structure of its own: positions that are looked up,
 #: weights that lie the other way, queries, keys and values in another order, ALiBi, norms of heads, windows with bounds
-#: of scores, blocks side by side, experts in a stack, with what all tokens share, and with biases and sinks.
+#: of scores, blocks side by side, experts in a stack, with what all tokens share, and with biases and sinks, latents.
 STRUCTURES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
@@ -245,6 +245,12 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "GptOss": {"num_local_experts": 4, "head_dim": 8},
+    "DeepseekV3": {
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+        **dict.fromkeys(("n_routed_experts", "num_key_value_heads"), 4),
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    },
 }
 
 

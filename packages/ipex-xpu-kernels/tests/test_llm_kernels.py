@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,32 @@ def _bad_calls() -> dict[str, Callable[[], tuple[Any, ...]]]:
 def test_what_is_wrong_raises_as_on_the_host(name: str) -> None:
     op, *args = _bad_calls()[name]()
     raises_as_on_the_host(op, *args)
+
+
+@pytest.mark.parametrize("window", [-1, 5])
+def test_heads_larger_than_kernels_have(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As latent attention has; the definition runs for some queries at a time, here for two."""
+    monkeypatch.setattr(
+        importlib.import_module("ipex_xpu_kernels._attention"), "_SCORES", 4 * 2 * 23
+    )
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(17, 4, 288, generator=generator) * 0.3
+    cache = torch.randn(8, 1, 8, 288, generator=generator)
+    table = torch.tensor([[1, 4, 2], [7, 0, 3]], dtype=torch.int32)
+    starts = torch.tensor([[0, 12, 17], [0, 23, 28]], dtype=torch.int32)
+    lengths, sinks = torch.tensor([23, 5], dtype=torch.int32), torch.randn(4, generator=generator)
+    found = []
+    for device in ("cpu", "xpu"):
+        q, kv, blocks, ends, used = (t.to(device) for t in (query, cache, table, starts, lengths))
+        out = torch.empty_like(q)
+        torch.ops.ipex.flash_attn_varlen_func(
+            *(out, q, kv, kv, ends[0], ends[1], 12, 23, 0.1, True, blocks, None, window),
+            sinks=sinks.to(device),
+        )
+        one = torch.ops.ipex.mla_decode_attention(q[:2], kv[:, 0], used, 0.1, 256, blocks)
+        found.append([out.cpu(), one.cpu()])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_tables_are_checked_again_after_a_write() -> None:

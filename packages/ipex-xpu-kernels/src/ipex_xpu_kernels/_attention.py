@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ipex_core.library.checks import check_once, read_once
+from ipex_core.library.kernels import specs
 from ipex_core.library.spec import FLOATS, Arguments
 from ipex_core.ops.attention import check_offsets, near_shape
 from ipex_core.ops.kv_cache import QUANTIZED, check_block_tables, check_lengths, check_longest
@@ -317,12 +319,36 @@ def _varlen_attention(a: Arguments) -> bool:
     return True
 
 
+#: Scores of queries that the definition computes at once, if heads are larger than kernels have.
+_SCORES = 1 << 26
+
+
+def _in_pieces(a: Arguments) -> bool:
+    """Run the causal definition for some queries of a text at a time, whose scores fit the memory."""
+    spans = (
+        itertools.pairwise(read_once(ends, Tensor.tolist))
+        for ends in (a.cu_seqlens_q, a.cu_seqlens_kv)
+    )
+    for text, ((begin, end), (low, high)) in enumerate(zip(*spans, strict=True)):
+        step = max(_SCORES // max(a.query.shape[1] * (high - low), 1), 1)
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            sizes = last - first, max(high - low - end + last, 0)
+            starts, key_starts = (torch.tensor([0, size]) for size in sizes)
+            own = {"out": a.out[first:last], "query": a.query[first:last]}
+            own |= {"cu_seqlens_q": starts, "cu_seqlens_kv": key_starts}
+            own |= {"block_table": a.block_table[text : text + 1]}
+            specs()[a.op].reference(**{k: v for k, v in vars(a).items() if k != "op"} | own)
+    return True
+
+
 def _flash_attn_varlen_func(a: Arguments) -> bool:
     if near_shape(a.query, a.alibi_slopes):
         return False
     factors = a.k_scale, a.v_scale, a.key_scales, a.value_scales
     if not _supported(a.query, a.key_cache, a.value_cache, *factors):
-        return False
+        wide = a.query.shape[-1] > _LARGEST and a.is_causal and a.alibi_slopes is None
+        return wide and _in_pieces(a)
     queries = check_offsets(a.op, "cu_seqlens_q", a.cu_seqlens_q, a.query.shape[0])
     keys = check_offsets(a.op, "cu_seqlens_kv", a.cu_seqlens_kv, 2**62)
     lengths = [end - begin for begin, end in keys]

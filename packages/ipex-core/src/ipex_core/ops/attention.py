@@ -247,8 +247,8 @@ def attention_reference(
     batch, heads, q_length, size = query.shape
     kv_heads, k_length = key.shape[1], key.shape[2]
     factor = scale if scale != 0.0 else size**-0.5
-    grouped = acc(query).reshape(batch, kv_heads, heads // kv_heads, q_length, size)
-    scores = grouped @ acc(key).unsqueeze(2).transpose(-1, -2) * factor
+    shared = heads // kv_heads * q_length  # queries for a head of keys
+    scores = acc(query).reshape(batch, kv_heads, shared, size) @ acc(key).mT * factor
     scores = scores.reshape(batch, heads, q_length, k_length)
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -282,8 +282,8 @@ def attention_reference(
         extra = acc(sinks)[:, None, None].expand(batch, heads, q_length, 1)
         scores = torch.cat([scores, extra.to(scores.dtype)], -1)
     weights = torch.softmax(scores, -1)[..., :k_length].masked_fill(blocked, 0.0)
-    weights = weights.reshape(batch, kv_heads, heads // kv_heads, q_length, k_length)
-    out = (weights @ acc(value).unsqueeze(2)).reshape(batch, heads, q_length, size)
+    out = weights.reshape(batch, kv_heads, shared, k_length) @ acc(value)
+    out = out.reshape(batch, heads, q_length, size)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 

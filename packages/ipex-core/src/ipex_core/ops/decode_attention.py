@@ -19,6 +19,7 @@ from ipex_core.library.checks import (
     check_score_scale,
     check_tensor,
     randn,
+    read_once,
 )
 from ipex_core.library.kernels import register_op
 from ipex_core.library.spec import Arguments, BenchCase, Sample, check, dtype_name
@@ -289,7 +290,7 @@ def _mla(
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
     """
-    used = lengths.tolist()
+    used = read_once(lengths, Tensor.tolist)
     rows = kv_cache.shape[1]
     if block_tables is not None:
         check_block_tables(MLA_OP, "lengths", used, block_tables, rows, kv_cache.shape[0])
