@@ -234,17 +234,20 @@ def _runner(model: Any) -> Any:
 
 #: Prefix of the classes in transformers -> sizes, each for a structure of its own: positions that are looked up,
 #: weights that lie the other way, queries, keys and values in another order, ALiBi, norms of heads, windows with bounds
-#: of scores, blocks side by side, experts in a stack, with what all tokens share, and with biases and sinks, latents.
+#: of scores, blocks side by side, experts in a stack, with what all tokens share, and with biases and sinks,
+#: latents, queries from experts, and embeddings of another width.
 STRUCTURES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "Bloom": {"n_layer": 2, "n_head": 4},
+    "OPT": {"word_embed_proj_dim": 16, "do_layer_norm_before": False, "ffn_dim": 48},
     "Qwen3": {"head_dim": 16},
     "Gemma2": {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 16},
     "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "GptOss": {"num_local_experts": 4, "head_dim": 8},
+    "JetMoe": {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
     "DeepseekV3": {
         **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
         **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),

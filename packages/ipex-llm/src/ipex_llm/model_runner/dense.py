@@ -32,6 +32,7 @@ from ipex_core.module_swap.state_dict import (
 from ipex_core.optimization.passes.cast import cast_input
 from ipex_core.optimization.records import class_name
 from ipex_core.packing.parameter import KEEPS_CLASS, PackedWeight, hollow
+from ipex_core.program.builtins import plain_linear
 from ipex_core.woq import deinterleave_gate_up, interleave_gate_up
 from ipex_llm.arch import DecoderPlan, LinearPlan, NormPlan
 from ipex_llm.arch.formulas import per_head
@@ -81,7 +82,8 @@ def version_of(parameter: Tensor) -> int:
 
 def call_linear(linear: Linear, x: Tensor) -> Tensor:
     """Compute a packed linear layer outside of a program."""
-    op = getattr(torch.ops.ipex, linear.op)
+    # Of a device, an instruction and no op.
+    op = plain_linear if linear.op == "plain_linear" else getattr(torch.ops.ipex, linear.op)
     result: Tensor = op(x, linear.weight, linear.features, linear.bias, **linear.options)
     return result
 
