@@ -264,8 +264,6 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
 
 def _reason_on_device(plan: DecoderPlan) -> str | None:
     """Return why a plan has no programs on a device, None if it has some."""
-    if any(attention.experts is not None for attention in plan.attentions):
-        return "on xpu, attention with experts has no program"
     if plan.pictures:
         return "on xpu, layers that read pictures have no program"
     if plan.parallel is not None:
