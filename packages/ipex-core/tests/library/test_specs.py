@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 import subprocess
@@ -282,10 +283,11 @@ def test_op_that_writes_without_a_derivative():
         schema="(Tensor(a!) to, Tensor x) -> ()",
         reference=reference,
         check=lambda a: None,
-        fake=lambda a: None,
         samples=lambda dtype: [],
         backward=None,
     )
+    with pytest.raises(ValueError, match="fake must be given for an op that returns Tensor"):
+        dataclasses.replace(spec, schema="(Tensor to, Tensor x) -> Tensor")
     try:
         register(spec)
         x = torch.ones(3, requires_grad=True)

@@ -195,6 +195,10 @@ class BenchCase:
     unit: torch.dtype | None = None
 
 
+def _no_result(a: Arguments) -> None:
+    return None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpSpec:
     """Everything there is to know about one op.
@@ -207,7 +211,7 @@ class OpSpec:
         reference: The op in plain PyTorch, for any device. It is the meaning of the op.
         check: Validates the arguments of a call, see `bind`; raises `OpArgumentError`. Kernels repeat the same checks
             with the same text.
-        fake: Shapes, dtypes and strides of the result of a call, without data.
+        fake: Shapes, dtypes and strides of the result of a call, without data; left out, the op returns nothing.
         samples: Calls on which every kernel is compared with the reference, for one dtype.
         stock: What a user of stock PyTorch would write; the baseline of the benchmark.
         stock_args: Returns the arguments of ``stock`` from the op's, outside the timing (a packed weight into a plain
@@ -235,7 +239,7 @@ class OpSpec:
     schema: str = ""
     reference: Callable[..., Any]
     check: Callable[[Arguments], None]
-    fake: Callable[[Arguments], Any]
+    fake: Callable[[Arguments], Any] = _no_result
     samples: Callable[[torch.dtype], Iterable[Sample]]
     stock: Callable[..., Any] | None = None
     stock_args: Callable[..., tuple[Any, ...]] | None = None
@@ -256,6 +260,12 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         schema = self.schema or schema_of(self.reference, self.mutates)
+        result = schema.rpartition(" -> ")[2]
+        if self.fake is _no_result and result != "()":
+            raise ValueError(
+                f"op {self.reference.__name__!r}: fake must be given for an op that returns {result}, got none:"
+                " return empty tensors of the right shapes"
+            )
         written = re.findall(r"Tensor\([a-z]!\)(?:\[\])?\??\s+(\w+)", schema)
         object.__setattr__(self, "name", self.name or self.reference.__name__.lstrip("_"))
         object.__setattr__(self, "schema", schema)

@@ -291,7 +291,6 @@ register_op(
     ),
     reference=_single_query,
     check=_check,
-    fake=lambda a: None,
     samples=_samples,
     stock=_stock,
     backward=None,

@@ -366,7 +366,6 @@ register_op(
     mutates=("x", "memory"),
     reference=_all_reduce_,
     check=_check_reduce,
-    fake=lambda a: None,
     samples=_reduce_samples,
     backward=None,
     lift=False,

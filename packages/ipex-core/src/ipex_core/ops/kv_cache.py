@@ -388,7 +388,6 @@ for _name, _reference in (
         mutates=("key_cache", "value_cache", "key_scales", "value_scales"),
         reference=_reference,
         check=_check,
-        fake=lambda a: None,
         samples=_samples,
         stock=_stock,
         backward=None,
@@ -479,15 +478,10 @@ def _cache_slots_samples(dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample((offsets[:1], positions, table, slots, 16), id="no_sequence")
 
 
-def _nothing(a: Arguments) -> None:
-    return None
-
-
 register_op(
     mutates=("slot_mapping",),
     reference=_cache_slots,
     check=_cache_slots_check,
-    fake=_nothing,
     samples=_cache_slots_samples,
     dtypes=_INDEX,
     backward=None,

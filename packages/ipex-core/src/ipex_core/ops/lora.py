@@ -454,10 +454,6 @@ def _sgmv_expand_slice(
     _apply(out.narrow(1, slice_offset, slice_size), input, part, numbers, 1.0, add_inputs)
 
 
-def _fake(a: Arguments) -> None:
-    """Return nothing: all results are in ``out``."""
-
-
 _OPS: dict[str, tuple[Callable[..., None], str]] = {
     "bgmv_shrink": (_bgmv_shrink, "First factor of an adapter per row"),
     "bgmv_expand": (_bgmv_expand, "Second factor of an adapter per row"),
@@ -479,7 +475,6 @@ for _name, (_reference, _summary) in _OPS.items():
         mutates=("out",),
         reference=_reference,
         check=check_lora,
-        fake=_fake,
         samples=functools.partial(lora_samples, _name),
         stock=functools.partial(lora_stock, _name),
         backward=None,

@@ -81,10 +81,6 @@ def with_momentum(
     return g + b * momentum if nesterov else b
 
 
-def fake_step(a: Arguments) -> None:
-    """Fake kernel of all steps: they write to their arguments and return nothing."""
-
-
 def check_param(a: Arguments) -> None:
     """Check the form of a parameter."""
     param, param2, bf16 = a.param, a.param2, torch.bfloat16

@@ -215,10 +215,6 @@ def _plain_check(a: Arguments) -> None:
     check_not_expanded(a.op, "key", a.key)
 
 
-def _fake(a: Arguments) -> None:
-    return None
-
-
 def tables(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return sines and cosines of random angles: ``(sin, cos)``."""
     angles = randn(rows, columns, seed=seed + 61, scale=3.0)
@@ -292,7 +288,6 @@ register_op(
     mutates=("query", "key"),
     reference=_rotary_embedding,
     check=_plain_check,
-    fake=_fake,
     samples=_plain_samples,
     stock=stock_rotary,
     backward=None,
@@ -487,7 +482,6 @@ register_op(
     mutates=("query", "key"),
     reference=_batched,
     check=_batched_check,
-    fake=_fake,
     samples=_batched_samples,
     stock=_stock,
     backward=None,
@@ -584,7 +578,6 @@ register_op(
     mutates=("query", "key"),
     reference=_rotary_embedding_table,
     check=_table_check,
-    fake=_fake,
     samples=_table_samples,
     backward=None,
     summary="Rotary position embedding of a part of each head in place, by one table",

@@ -225,7 +225,6 @@ register_op(
     mutates=("query", "key_cache", "value_cache"),
     reference=_and_cache,
     check=_check,
-    fake=lambda a: None,
     samples=_samples,
     stock=_stock,
     backward=None,

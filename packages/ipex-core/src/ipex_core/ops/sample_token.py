@@ -388,7 +388,6 @@ register_op(
     mutates=("logits",),
     reference=_apply_token_bitmask,
     check=_bitmask_check,
-    fake=lambda a: None,
     samples=_bitmask_samples,
     backward=None,
     bench=lambda: iter(

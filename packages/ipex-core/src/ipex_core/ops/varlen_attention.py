@@ -137,10 +137,6 @@ def _check(a: Arguments) -> None:
     check_options(a, a.seqlen_q.shape[0] - 1, heads)
 
 
-def _fake(a: Arguments) -> None:
-    return None
-
-
 def _make(
     dtype: torch.dtype,
     heads: int,
@@ -228,7 +224,6 @@ register_op(
     ),
     reference=_varlen_attention,
     check=_check,
-    fake=_fake,
     samples=_samples,
     stock=_stock,
     backward=None,
@@ -506,7 +501,6 @@ register_op(
     ),
     reference=_flash_attn_varlen_func,
     check=_flash_check,
-    fake=_fake,
     samples=_flash_samples,
     stock=_flash_stock,
     backward=None,
