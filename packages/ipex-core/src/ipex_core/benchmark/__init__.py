@@ -164,7 +164,6 @@ def run_bench(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     cases: str = "",
     seconds: float = 0.5,
-    on_case: Callable[[OpSpec, BenchCase, torch.dtype], None] | None = None,
 ) -> Iterator[Result]:
     """Measure ops at the shapes of their specs, against the stock op and the limit measured in the same rounds.
 
@@ -173,7 +172,6 @@ def run_bench(
         dtypes: element types; those an op does not accept are skipped.
         cases: only shapes whose id contains this text.
         seconds: time for each measurement.
-        on_case: called before each measurement.
 
     Yields:
         A `Result` per op, shape and dtype.
@@ -182,8 +180,6 @@ def run_bench(
         UnknownOpError: for a name that is no op.
     """
     for spec, case, dtype in chosen(names, dtypes=dtypes, cases=cases):
-        if on_case is not None:
-            on_case(spec, case, dtype)
         yield measure(spec, case, dtype, seconds=seconds)
 
 

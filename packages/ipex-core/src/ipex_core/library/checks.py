@@ -154,20 +154,14 @@ def check_score_scale(op: str, name: str, scale: float) -> None:
     check(fine, op, name, "be a finite number, 0 or more", f"{scale:g}")
 
 
-def check_vector(
-    op: str, name: str, value: torch.Tensor | None, x: torch.Tensor, size: int | None = None
-) -> None:
-    """Check an optional vector in the dtype of ``x`` or float32: 1-D, one value per feature of ``x``.
-
-    ``size`` is the length where that is not ``x.shape[-1]`` but the op's ``out_features``.
-    """
+def check_vector(op: str, name: str, value: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Check an optional vector in the dtype of ``x`` or float32: 1-D, one value per feature of ``x``."""
     if value is None:
         return
     check_kind(op, name, value, x, or_float32=True)
-    wanted = x.shape[-1] if size is None else size
-    source = "x.shape[-1]" if size is None else "out_features"
-    fits = value.dim() == 1 and value.shape[0] == wanted
-    check(fits, op, name, f"be 1-D of size {source} = {wanted}", list(value.shape))
+    size = x.shape[-1]
+    fits = value.dim() == 1 and value.shape[0] == size
+    check(fits, op, name, f"be 1-D of size x.shape[-1] = {size}", list(value.shape))
 
 
 def check_broadcastable(

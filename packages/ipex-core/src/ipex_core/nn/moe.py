@@ -81,8 +81,6 @@ def pack_woq_experts(
     format: str,
     in_features: tuple[int, int],
     group_size: int = -1,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
 ) -> PackedExperts:
     """Pack the quantized weights of all experts. Each pair belongs to ``w13`` and ``w2``.
 
@@ -93,8 +91,6 @@ def pack_woq_experts(
         format: See `pack_woq_weight`. MXFP4 is ``"fp4"`` with groups of 32 and e8m0 scales.
         in_features: H and I.
         group_size: Elements of K that share a scale.
-        w13_bias: ``[E, 2 I]`` or None.
-        w2_bias: ``[E, H]`` or None.
     """
     packed = []
     for part in (0, 1):
@@ -120,7 +116,7 @@ def pack_woq_experts(
                 ]
             )
         )
-    return PackedExperts(packed[0], packed[1], in_features[1], w13_bias, w2_bias)
+    return PackedExperts(packed[0], packed[1], in_features[1])
 
 
 def _interleave(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ipex_core.library.checks import (
@@ -33,8 +34,6 @@ from ipex_core.ops.state_space import (
     check_shaped,
     check_writable,
 )
-
-Tensor = torch.Tensor
 
 #: Most taps of a filter.
 MAX_TAPS = 64
@@ -133,12 +132,8 @@ def _conv_check(a: Arguments) -> None:
     a.require(a.x.dim() == 2, "x", "be 2-D [T, D]", f"{a.x.dim()}-D")
     check_kind(a.op, "weight", a.weight, a.x, or_float32=True)
     channels, shape = a.x.shape[1], list(a.weight.shape)
-    a.require(
-        len(shape) == 2 and shape[1] == channels and 1 <= shape[0] <= MAX_TAPS,
-        "weight",
-        f"have shape [W, {channels}] with W from 1 to {MAX_TAPS}",
-        shape,
-    )
+    fits = len(shape) == 2 and shape[1] == channels and 1 <= shape[0] <= MAX_TAPS
+    a.require(fits, "weight", f"have shape [W, {channels}] with W from 1 to {MAX_TAPS}", shape)
     check_shaped(a.op, "bias", a.bias, [channels], a.x, "x", or_float32=True)
     check_kind(a.op, "conv_state", a.conv_state, a.x)
     states = a.conv_state.shape[0] if a.conv_state.dim() == 3 else 0
@@ -315,12 +310,8 @@ def _check_heads(a: Arguments, x: Any, name: str, keys: tuple[str, str]) -> tupl
         check_kind(a.op, key, value, x, name)
         shape = list(value.shape)
         divides = len(shape) == 3 and shape[1] > 0 and heads % shape[1] == 0
-        a.require(
-            divides and shape[0] == rows and shape[2] > 0,
-            key,
-            f"have shape [{rows}, G, width] where G divides {heads}",
-            shape,
-        )
+        fits = divides and shape[0] == rows and shape[2] > 0
+        a.require(fits, key, f"have shape [{rows}, G, width] where G divides {heads}", shape)
     width = getattr(a, first).shape[2]
     check_shape(a.op, second, getattr(a, second), list(getattr(a, first).shape))
     return rows, heads, width
@@ -652,12 +643,8 @@ def _selective_check(a: Arguments) -> None:
     rows, channels = _check_channels(a, "dt")
     check_kind(a.op, "B", a.B, a.x)
     shape = list(a.B.shape)
-    a.require(
-        len(shape) == 2 and shape[0] == rows and shape[1] > 0,
-        "B",
-        f"have shape [{rows}, N]",
-        shape,
-    )
+    fits = len(shape) == 2 and shape[0] == rows and shape[1] > 0
+    a.require(fits, "B", f"have shape [{rows}, N]", shape)
     check_kind(a.op, "C", a.C, a.x)
     check_shape(a.op, "C", a.C, shape)
     check_float32(a.op, "A", a.A, [shape[1], channels], a.x, "x")

@@ -344,9 +344,8 @@ def _samples_of(norm: str, defaults: tuple[float, ...]) -> Callable[..., Iterato
     return samples
 
 
-def _stock_quant(y: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if scale is None:
-        scale = y.abs().amax(-1, keepdim=True).float() / 127.0
+def _stock_quant(y: Tensor) -> tuple[Tensor, Tensor]:
+    scale = y.abs().amax(-1, keepdim=True).float() / 127.0
     return torch.round(y * (1.0 / scale)).clamp(-128, 127).to(torch.int8), scale
 
 
