@@ -372,6 +372,7 @@ def test_bounds_of_numbers(parts, structured):
         ({"type": "integer", "minimum": 2**53 + 1}, f"{2**53 + 2}", f"{2**53} {2**53 + 1}"),
         ({"type": "integer", "exclusiveMaximum": 2**60}, "9", f"{2**60}"),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9 9", f"{2**63}"),
+        ({"oneOf": [{"const": "a"}, {"type": "string", "enum": ["b"]}]}, '"a" "b"', '"c"'),
         ({"type": "string", "format": "path", "maxLength": 1}, '"a" ""', '"ab" 1'),
         ({"enum": [{"format": "path"}]}, '{"format":"path"}', "{}"),
         ({"const": [2**53 + 2]}, f"[{2**53 + 2}]", f"[{2**53}]"),

@@ -133,7 +133,8 @@ class Grammars:
         self._read_tokens()
         try:
             if wanted.kind == "json":
-                options = {"whitespace_pattern": _BLANKS}
+                # Alternatives that exclude each other are left to the schema, as in other servers.
+                options = {"whitespace_pattern": _BLANKS, "coerce_one_of": True}
                 text = json.dumps(_exact(json.loads(wanted.text)))
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
             else:
