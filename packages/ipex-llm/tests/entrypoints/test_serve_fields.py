@@ -325,6 +325,8 @@ def test_structured_outputs(parts, structured):
             ({"grammar": lark}, greeting),
             ({"structured_outputs": {"grammar": gbnf}}, greeting),
             ({"structured_outputs": {"choice": ["yes", "no"]}}, fits("yes|no")),
+            # Text of special tokens, one of which ends an output.
+            ({"structured_outputs": {"choice": ["a</s>b<|user|>"]}}, fits("a</s>b<[|]user[|]>")),
         ):
             for seed in (1, 2):
                 request = {**RANDOM, **body, "prompt": PROMPT, "seed": seed, "n": 2}

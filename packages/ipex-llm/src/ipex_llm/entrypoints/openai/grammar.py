@@ -80,6 +80,8 @@ class Grammars:
         self._engine = engine
         self._lock = threading.Lock()
         self._tokens: Any = None
+        #: Bits of tokens that are not special.
+        self._ordinary = torch.empty(0, dtype=torch.int32)
         self._known: OrderedDict[Wanted, Any] = OrderedDict()
 
     def check(self) -> None:
@@ -106,10 +108,13 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         if self._tokens is None:
+            tokenizer, vocab = self._engine.tokenizer, self._engine.vocab_size
             ends = sorted(self._engine.eos_token_ids) or None
-            self._tokens = from_tokenizer(
-                self._engine.tokenizer, self._engine.vocab_size, eos_token=ends
-            )
+            self._tokens = from_tokenizer(tokenizer, vocab, eos_token=ends)
+            flags = torch.ones(-(-vocab // 32) * 32, dtype=torch.bool)
+            added = tokenizer.added_tokens_decoder.items()
+            flags[[id for id, token in added if token.special and id < vocab]] = False
+            self._ordinary = (flags.view(-1, 32).long() << torch.arange(32)).sum(1).int()
 
     def make(self, wanted: Wanted) -> Grammar:
         """Compile; this takes milliseconds, and has limits where it would take long.
@@ -125,7 +130,7 @@ class Grammars:
                 while len(self._known) > _KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(wanted)
-        return _Compiled(found, self._engine.vocab_size, wanted)
+        return _Compiled(found, self._tokens, self._ordinary, wanted)
 
     def _compile(self, wanted: Wanted) -> Any:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -143,7 +148,7 @@ class Grammars:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{wanted.field} must be a valid {wanted.kind}, got {error}") from None
         found = LLMatcher(self._tokens, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-        first = _Matcher(found.deep_copy(), self._engine.vocab_size, wanted)
+        first = _Matcher(found.deep_copy(), self._tokens, self._ordinary, wanted)
         first.fill()
         if first.error is not None:
             raise ValueError(first.error)
@@ -198,20 +203,26 @@ def _exact_parts(grammar: str) -> str:
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
     start: Any
-    vocab: int
+    tokens: Any
+    ordinary: torch.Tensor
     wanted: Wanted
 
     def matcher(self) -> Matcher:
-        return _Matcher(self.start.deep_copy(), self.vocab, self.wanted)
+        return _Matcher(self.start.deep_copy(), self.tokens, self.ordinary, self.wanted)
 
 
 class _Matcher:
     """One output on its way through a grammar; see `ipex_llm.engine.Matcher`."""
 
-    def __init__(self, inner: Any, vocab: int, wanted: Wanted) -> None:
+    def __init__(self, inner: Any, tokens: Any, ordinary: torch.Tensor, wanted: Wanted) -> None:
         self._inner = inner
+        self._tokens = tokens
+        self._ordinary = ordinary
+        # For each token of each request, in half of the time that tensors take.
+        self._words = (ordinary != -1).nonzero().flatten().numpy()
+        self._special = ~ordinary.numpy()[self._words]
         self._wanted = wanted
-        self._bits = torch.zeros(-(-vocab // 32), dtype=torch.int32)
+        self._bits = torch.zeros_like(ordinary)
         #: What may come behind each of the drafts that may come.
         self._ahead: list[torch.Tensor] = []
         self.done = False
@@ -255,10 +266,20 @@ class _Matcher:
                 return
             self._ahead.append(bits)
 
-    @staticmethod
-    def _next(inner: Any, bits: torch.Tensor) -> None:
-        if not inner.is_error():
-            inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
+    def _next(self, inner: Any, bits: torch.Tensor) -> None:
+        if inner.is_error():
+            return
+        inner.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
+        if not (bits.numpy()[self._words] & self._special).any() or inner.is_accepting():
+            return
+        if (bits & self._ordinary).any():
+            return
+        # Where only one text fits, llguidance takes the text of a special token for the token, which has no text.
+        text = inner.compute_ff_bytes().decode(errors="ignore")
+        if text:
+            token = self._tokens.greedy_tokenize(text)[0]
+            bits.zero_()
+            bits[token // 32] = -(2**31) if token % 32 == 31 else 1 << token % 32
 
     def apply(self, row: torch.Tensor, ahead: int = 0) -> None:
         if ahead > len(self._ahead):
