@@ -462,6 +462,23 @@ def test_a_view_of_one_tensor_among_empty_ones() -> None:
     check(Joined(), torch.randn(2, 5, 3, 4))
 
 
+def test_memory_is_read_as_it_lies() -> None:
+    """LED and Longformer cut texts into windows that overlap."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x.transpose(0, 1)).view(8, 1, 2, 8).transpose(0, 1).transpose(1, 2)
+            y = y.reshape(2, 2, 4, 8) * 2
+            steps = (y.stride(0), y.stride(1) // 2, y.stride(2), 1)
+            return y.as_strided((2, 3, 4, 8), steps) + 1
+
+    check(Windows(), torch.randn(1, 8, 16))
+
+
 def test_integers_and_lookups_have_instructions() -> None:
     class Whole(nn.Module):
         def forward(self, x: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:

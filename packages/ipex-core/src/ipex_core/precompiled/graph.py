@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ipex_core.errors import ExportError
 from ipex_core.fusion import GraphReport
-from ipex_core.fusion.aten import PURE, VIEWING, Context, is_call, module_of, val
+from ipex_core.fusion.aten import PURE, VIEWING, Context, arguments, is_call, module_of, val
 from ipex_core.fusion.aten.conv import pack_convolutions
 from ipex_core.fusion.aten.linear import leave_linears
 from ipex_core.fusion.aten.passes import run_passes
@@ -130,6 +130,7 @@ def fuse(
     """
     ctx = Context(module.graph, set(), report, always=True)
     _clean(module.graph)
+    _lay_out_memory(ctx)
     _fold_batch_norms(module, ctx)
     _convolve_small_images(module, ctx)
     _flatten_volumes(module, ctx)
@@ -345,6 +346,26 @@ def _clean(graph: fx.Graph) -> None:
 
     remove_noop_ops(graph)
     graph.eliminate_dead_code()
+
+
+def _lay_out_memory(ctx: Context) -> None:
+    """Let ``as_strided`` read memory that lies as it did when the graph was recorded; programs choose their own."""
+    for node in ctx.nodes(aten.as_strided.default):
+        a = arguments(node)
+        found = val(a["self"])
+        if found is None:
+            continue
+        strides = hints(found.stride())
+        order = sorted(range(found.dim()), key=lambda dim: -strides[dim])
+        shape, start = hints(found.shape), found.storage_offset()
+        example = torch.empty_strided(shape, strides, device="meta").permute(order)
+        offset = start if a["storage_offset"] is None else a["storage_offset"]
+        if not example.is_contiguous() or not isinstance(start, int) or not isinstance(offset, int):
+            continue
+        x = ctx.call(node, aten.permute.default, (a["self"], order))
+        x = ctx.call(node, aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+        x = ctx.call(node, aten.reshape.default, (x, [-1]))
+        node.args, node.kwargs = (x, a["size"], a["stride"], offset - start), {}
 
 
 def _constant(module: fx.GraphModule, node: Any) -> Tensor | None:
