@@ -60,6 +60,7 @@ _CONFIG_NAMES = {
     "Gemma4Unified": "Gemma4UnifiedTextConfig",
     "Inkling": "InklingTextConfig",
     "Inkling2": "Inkling2TextConfig",
+    "Inkling2Loop": "Inkling2LoopTextConfig",
     "Llama4": "Llama4TextConfig",
     "MiniMaxM3VL": "MiniMaxM3VLTextConfig",
     "Mllama": "MllamaTextConfig",

@@ -46,6 +46,18 @@ _JAMBA = {
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_INKLING2 = {
+    **{k: v for k, v in BASE.items() if k != "intermediate_size"},
+    **{**FOUR_LAYERS, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "head_dim": 16},
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
+    **{"sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 12},
+    **{"log_scaling_n_floor": 16, "n_layers_per_attn_res_block": 2},
+    **{"qk_l2_clip_threshold": 3.0, "rel_l2_clip_threshold": 1.0},
+    **{"mlp_gate_softcap": 1.0, "mlp_up_softcap": 1.5, "final_logit_softcapping": 5.0},
+    **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "unpadded_vocab_size": VOCAB,
+}
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -601,20 +613,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # Means of earlier streams, queries, keys and values that read rows of their own, taps and sinks of each token.
-    "inkling2": (
-        "Inkling2",
+    "inkling2": ("Inkling2", _INKLING2),
+    # Layers that run several times, with messages from one time to the next.
+    "inkling2_loop": (
+        "Inkling2Loop",
         {
-            **{k: v for k, v in BASE.items() if k != "intermediate_size"},
-            **FOUR_LAYERS,
-            "head_dim": 16,
-            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
-            **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16},
-            **{"sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 12},
-            **{"log_scaling_n_floor": 16, "n_layers_per_attn_res_block": 2},
-            **{"qk_l2_clip_threshold": 3.0, "rel_l2_clip_threshold": 1.0},
-            **{"mlp_gate_softcap": 1.0, "mlp_up_softcap": 1.5, "final_logit_softcapping": 5.0},
-            **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
-            "unpadded_vocab_size": VOCAB,
+            **{
+                **_INKLING2,
+                "num_hidden_layers": 6,
+                "layer_types": ["hybrid_sliding", "hybrid"] * 3,
+            },
+            **{"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_gate_rank": 8},
         },
     ),
     # Text alone of a model with layers that read pictures, one of them the last.

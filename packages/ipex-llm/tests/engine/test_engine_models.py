@@ -48,6 +48,7 @@ NAMES = [
         "diffllama",
         "inkling",
         "inkling2",
+        "inkling2_loop",
         "jetmoe",
         "deepseek_v32",
         "glm_moe_dsa",

@@ -175,7 +175,11 @@ def test_load_and_unload_while_requests_run(made):
 
 @pytest.mark.parametrize(
     "name",
-    [n for n in ("gpt2", "phi3", "gpt_neox", "gemma2", "falcon", "olmo2", "axk2") if n in FAMILIES],
+    [
+        n
+        for n in ("gpt2", "phi3", "gpt_neox", "gemma2", "falcon", "olmo2", "axk2", "inkling2")
+        if n in FAMILIES
+    ],
 )
 def test_families(name, tmp_path):
     """Fused projections, other activations, transposed weights, biases, blocks side by side, norms with gates."""

@@ -59,6 +59,7 @@ CASES = [
     for at, name in enumerate(kind)
     for form in (Dtype.INT4, FORMS[at % len(FORMS)])
 ]
+CASES += [(name, Dtype.INT8) for name in ("inkling2_loop",) if name in CAUSAL]
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 NEW = 8
 ENGINE: dict[str, Any] = {"block_size": 8, "num_blocks": 40, "max_num_seqs": 3}

@@ -30,6 +30,7 @@ _NAMES = (
         "diffllama",
         "inkling",
         "inkling2",
+        "inkling2_loop",
         "jetmoe",
         "dbrx",
         "longcat_flash",

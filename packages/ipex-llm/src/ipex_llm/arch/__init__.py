@@ -22,6 +22,8 @@ from ipex_llm.arch.parts import (
     LayerStreams,
     LinearPlan,
     MeansPlan,
+    MessageGatePlan,
+    MessagesPlan,
     NgramsPlan,
     NormPlan,
     StreamEnds,
@@ -55,6 +57,8 @@ __all__ = [
     "LowRankPlan",
     "LruPlan",
     "MeansPlan",
+    "MessageGatePlan",
+    "MessagesPlan",
     "MixerPlan",
     "MlpPlan",
     "NearPlan",
@@ -773,7 +777,8 @@ class DecoderPlan:
     @property
     def repeated(self) -> bool:
         """Whether layers run several times."""
-        return any(p.restart is not None for p in self.layers)
+        loops = (isinstance(p.streams, LayerMeansPlan) and p.streams.loop for p in self.layers)
+        return any(p.restart is not None for p in self.layers) or any(loops)
 
     @property
     def ngrams(self) -> dict[int, NgramsPlan]:
@@ -782,8 +787,8 @@ class DecoderPlan:
 
     @property
     def mixtures(self) -> list[ExpertsPlan]:
-        """The mixtures of experts of the layers."""
-        return [one for p in self.layers for one in p.mixtures]
+        """The mixtures of experts of the layers, once each."""
+        return [*{id(one.router): one for p in self.layers for one in p.mixtures}.values()]
 
     @property
     def pictures(self) -> list[PicturePlan]:

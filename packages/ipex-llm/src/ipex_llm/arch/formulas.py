@@ -17,12 +17,14 @@ from ipex_llm.arch import (
     GatedConnectionPlan,
     LinearPlan,
     MeansPlan,
+    MessageGatePlan,
     MixerPlan,
     MlpPlan,
     NgramsPlan,
     NormPlan,
     RopePlan,
     ShiftPlan,
+    StreamsPlan,
     WkvPlan,
 )
 
@@ -252,6 +254,36 @@ def mean_rows(plan: MeansPlan, streams: Tensor) -> Tensor:
     normed = torch.cat([run_norm(plan.norm, streams[:1]), streams[1:].float()])
     weights = torch.einsum("qh,nth->qtn", plan.queries, normed).softmax(-1)
     return torch.einsum("qtn,nth->qth", weights, normed)
+
+
+def _routed_streams(plan: StreamsPlan, x: Tensor) -> Tensor:
+    return torch.tanh(run_linear(plan.router, run_norm(plan.norm, x)))
+
+
+def predict_streams(plan: StreamsPlan, streams: Tensor) -> Tensor:
+    """Return what a layer makes of its streams ``[count, T, hidden]`` before it reads the first."""
+    factors = run_linear(plan.predict, _routed_streams(plan, streams[0]))
+    factors = factors.unflatten(-1, (plan.count, plan.count))
+    return streams + torch.einsum("tij,jth->ith", factors, streams)
+
+
+def correct_streams(plan: StreamsPlan, predicted: Tensor, y: Tensor) -> Tensor:
+    """Return the streams ``[count, T, hidden]`` that follow from what a layer made of the first."""
+    factors = run_linear(plan.correct, _routed_streams(plan, y)) + 1.0
+    return predicted + factors.t().unsqueeze(-1) * (y - predicted[0])
+
+
+def as_long_as(first: Tensor, x: Tensor) -> Tensor:
+    """Return `x` as long as the first stream is; see `StreamEndsPlan`."""
+    own = x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+    return x * first.square().mean(-1, keepdim=True).sqrt() / own
+
+
+def add_message(plan: MessageGatePlan, x: Tensor, message: Tensor) -> Tensor:
+    """Return a row ``[T, hidden]`` with a message."""
+    both = torch.cat([run_norm(plan.norm, x), run_norm(plan.norm, message)], dim=-1)
+    forgets, opens = torch.tanh(run_linear(plan.gates, run_linear(plan.low, both))).chunk(2, dim=-1)
+    return (1.0 - forgets) * x + opens * message
 
 
 def convolve_apart(plan: AttentionPlan, key: Tensor, value: Tensor) -> Tensor:

@@ -165,12 +165,38 @@ class MeansPlan:
     module: nn.Module
     query: str  # [hidden] or [count, hidden]
     norm: NormPlan
+    index: int | None = None  # of the queries in [layers, count, hidden]
 
     @property
     def queries(self) -> Tensor:
         """The queries with the root in them, float32 ``[count, hidden]``."""
         query: Tensor = getattr(self.module, self.query).detach().float()
+        query = query if self.index is None else query[self.index]
         return query.view(-1, query.shape[-1]) * query.shape[-1] ** -0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MessageGatePlan:
+    """How a message `m` is added to a row `x`: ``(1 - tanh(f)) * x + tanh(g) * m``.
+
+    Here `f` and `g` are ``gates(low(cat(norm(x), norm(m))))``, one behind the other.
+    """
+
+    norm: NormPlan
+    low: LinearPlan
+    gates: LinearPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MessagesPlan:
+    """What a layer that runs again reads of the time before, for queries, keys, values and the mlp.
+
+    The messages are means of the stream that the last of these layers gave, and of those that groups of them, but the
+    first, began with.
+    """
+
+    means: MeansPlan
+    gates: tuple[MessageGatePlan, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,6 +206,9 @@ class LayerMeansPlan:
     attention: MeansPlan | None  # None: the stream
     mlp: MeansPlan
     begins: bool  # a group of layers: attention is not added to the stream but takes its place
+    #: The first of layers that run several times: streams are kept, or are again what they were at the start.
+    loop: Literal["", "start", "again"] = ""
+    messages: MessagesPlan | None = None
 
 
 #: Of a layer: all at once, or a connection for each of its two blocks, or means.

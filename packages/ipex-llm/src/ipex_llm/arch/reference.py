@@ -42,7 +42,6 @@ from ipex_llm.arch import (
     SidePlan,
     StreamEnds,
     StreamEndsPlan,
-    StreamsPlan,
     TemperaturePlan,
     TokenBlockPlan,
     TokenRowsPlan,
@@ -52,17 +51,21 @@ from ipex_llm.arch.formulas import (
     activate,
     activate_inner,
     add_convolved,
+    add_message,
     add_ngrams,
     add_to_streams,
     apart_rows,
+    as_long_as,
     choice_bias,
     combine_gate,
     connect,
+    correct_streams,
     cut_gate,
     mean_rows,
     ngram_rows,
     per_head,
     position_rows,
+    predict_streams,
     rotate,
     run_linear,
     run_norm,
@@ -174,20 +177,31 @@ def attend_apart(plan: AttentionPlan, *rows: Tensor) -> Tensor:
     return _weigh(own, query, key, value, numbers) * torch.sigmoid(gates)
 
 
-def _run_means(layer: LayerPlan, streams: Tensor, parallel: Any) -> Tensor:
+def _run_means(layer: LayerPlan, streams: Tensor, parallel: Any, loop: dict[str, Tensor]) -> Tensor:
     """Run a layer whose blocks read means; `streams` are the stream and norms of earlier ones."""
     plan, a = layer.streams, layer.attention
     assert isinstance(plan, LayerMeansPlan) and isinstance(a, AttentionPlan) and a.apart
+    if plan.loop == "again":
+        start = loop["start"]
+        loop["before"] = torch.cat([streams[:1], streams[len(start) + 1 :]])
+        streams = start
+    elif plan.loop:
+        loop["start"] = streams
     h, known = streams[:1], streams[1:]
     x = (h if plan.attention is None else mean_rows(plan.attention, streams)).expand(3, -1, -1)
+    if plan.messages is not None:
+        sent, gates = mean_rows(plan.messages.means, loop["before"]), plan.messages.gates
+        x = torch.stack([add_message(g, *pair) for g, *pair in zip(gates, x, sent, strict=False)])
     norms = layer.input_norm, *(a.apart.norms or (layer.input_norm, layer.input_norm))
     parts = a.qkv, a.apart.key, a.apart.value
     rows = (run_linear(p, run_norm(n, one)) for p, n, one in zip(parts, norms, x, strict=True))
     y = run_linear(a.output, attend_apart(a, *rows))
     y = add_convolved(layer.convs[:1], y, layer.conv_scale).unsqueeze(0)
     streams = torch.cat([y, known, run_norm(plan.mlp.norm, h)] if plan.begins else [h + y, known])
-    x = run_norm(layer.mlp_norm, mean_rows(plan.mlp, streams)[0])
-    y = _feed_forward(layer, x, x, parallel).unsqueeze(0)
+    row = mean_rows(plan.mlp, streams)[0]
+    row = row if plan.messages is None else add_message(gates[3], row, sent[3])
+    row = run_norm(layer.mlp_norm, row)
+    y = _feed_forward(layer, row, row, parallel).unsqueeze(0)
     return torch.cat([streams[:1] + y, streams[1:]])
 
 
@@ -726,28 +740,11 @@ def _token_block(block: TokenBlockPlan, h: Tensor, part: Tensor | None) -> Tenso
     return run_norm(block.norm, run_linear(block.output, x))
 
 
-def _routed_streams(plan: StreamsPlan, x: Tensor) -> Tensor:
-    return torch.tanh(run_linear(plan.router, run_norm(plan.norm, x)))
-
-
-def predict_streams(plan: StreamsPlan, streams: Tensor) -> Tensor:
-    """Return what a layer makes of its streams ``[count, T, hidden]`` before it reads the first."""
-    factors = run_linear(plan.predict, _routed_streams(plan, streams[0]))
-    factors = factors.unflatten(-1, (plan.count, plan.count))
-    return streams + torch.einsum("tij,jth->ith", factors, streams)
-
-
-def correct_streams(plan: StreamsPlan, predicted: Tensor, y: Tensor) -> Tensor:
-    """Return the streams ``[count, T, hidden]`` that follow from what a layer made of the first."""
-    factors = run_linear(plan.correct, _routed_streams(plan, y)) + 1.0
-    return predicted + factors.t().unsqueeze(-1) * (y - predicted[0])
-
-
 def _run_streams(layer: LayerPlan, streams: Tensor, part: Tensor | None, **more: Any) -> Tensor:
     plan, block = layer.streams, layer.token_block
     assert plan is not None
     if isinstance(plan, LayerMeansPlan):
-        return _run_means(layer, streams, more["parallel"])
+        return _run_means(layer, streams, more["parallel"], more["loop"])
     if isinstance(plan, tuple):
         parts: Any = {"mlp": None}, {"attention": None}
         for connection, left in zip(plan, parts, strict=True):
@@ -762,12 +759,6 @@ def _run_streams(layer: LayerPlan, streams: Tensor, part: Tensor | None, **more:
         h = streams[0] if plan.scale is None else streams[0] * plan.scale.float()
         streams[1:] += _token_block(block, h, part)
     return streams
-
-
-def as_long_as(first: Tensor, x: Tensor) -> Tensor:
-    """Return `x` as long as the first stream is; see `StreamEndsPlan`."""
-    own = x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
-    return x * first.square().mean(-1, keepdim=True).sqrt() / own
 
 
 def open_streams(plan: StreamEnds, h: Tensor) -> Tensor:
@@ -825,6 +816,7 @@ def run_plan(plan: DecoderPlan, input_ids: Tensor) -> Tensor:
 def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
     h = embedded = _embed(plan, ids)
     kept: dict[int, Tensor] = {}
+    loop: dict[str, Tensor] = {}
     start: Tensor | None = None
     parts = None if plan.token_rows is None else _token_rows(plan.token_rows, h, ids)
     if plan.streams is not None:
@@ -836,6 +828,8 @@ def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
             start = h if start is None else start
             h = h + start
         more: Any = {"parallel": plan.parallel, "embedded": embedded, "index": index, "kept": kept}
+        if isinstance(plan.streams, MeansPlan):
+            more["loop"] = loop
         run = _run_layer if plan.streams is None else _run_streams
         if layer.ngrams is not None:
             h = add_ngrams(layer.ngrams, h, ngram_rows(layer.ngrams, ids))

@@ -368,9 +368,9 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
     rows = torch.tensor(state.sequences.states)
     begun = torch.tensor([length > 0 for length in state.sequences.lengths])
     for index, shape in enumerate(state.cache.states):
+        place = own[index] if places else index
         if state.cache.layers[index] is not None:
             keys, values = state.padded(index)
-            place = own[index] if places else index
             cache.update(keys.to(state.dtype), values.to(state.dtype), place)
         if shape is None:
             continue
@@ -378,18 +378,18 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
         for part in found:
             part[~begun] = 0
         if linear or shape.history is None:
-            cache.set_linear_cache(index, found[0].to(state.dtype))
+            cache.set_linear_cache(place, found[0].to(state.dtype))
             continue
         steps, size = found[0].transpose(1, 2), shape.history[0] + 1
         if shape.others:  # keys and values, then what is behind each block
             behind = (x.transpose(1, 2) for x in found[1:3])
             for at, one in enumerate((*steps.chunk(2, 1), *behind)):
-                cache.update_conv_state(one.float(), index, state_idx=at, conv_kernel_size=size)
+                cache.update_conv_state(one.float(), place, state_idx=at, conv_kernel_size=size)
             continue
-        cache.update_conv_state(steps, index, conv_kernel_size=size)
+        cache.update_conv_state(steps, place, conv_kernel_size=size)
         if shape.state is not None:
             swapped = found[1].transpose(-1, -2) if shape.values_first else found[1]
-            cache.update_recurrent_state(swapped.contiguous(), index)
+            cache.update_recurrent_state(swapped.contiguous(), place)
     others = [i for i in range(len(places) + len(state.pictures)) if i not in places]
     for keys, values, index in zip(state.pictures[::2], state.pictures[1::2], others, strict=False):
         cache.update(keys, values, index)

@@ -15,6 +15,7 @@ from ipex_llm.arch import (
     DeltaPlan,
     ExpertsPlan,
     GatedConnectionPlan,
+    LayerMeansPlan,
     LayerPlan,
     LinearPlan,
     MlpPlan,
@@ -134,6 +135,9 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
         for own in layer.streams if isinstance(layer.streams, tuple) else ():
             if isinstance(own, GatedConnectionPlan):
                 yield from (((one,), False) for one in own.linears)
+        if isinstance(layer.streams, LayerMeansPlan) and layer.streams.messages is not None:
+            for gate in layer.streams.messages.gates:
+                yield from (((one,), False) for one in (gate.low, gate.gates))
         if layer.ngrams is not None:
             yield from (((one,), False) for one in (layer.ngrams.key, layer.ngrams.value))
         if layer.side is not None:

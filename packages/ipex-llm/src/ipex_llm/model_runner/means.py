@@ -26,6 +26,17 @@ from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import pointwise
 
 
+def pack_means(store: WeightStore, plan: LayerMeansPlan) -> tuple[Any, ...]:
+    """Pack the queries of a layer, and the gates of messages to it."""
+    pair = tuple(
+        None if one is None else pack_mean(store, one) for one in (plan.attention, plan.mlp)
+    )
+    if plan.messages is None:
+        return pair
+    gates = ((store.linear(g.low), store.linear(g.gates)) for g in plan.messages.gates)
+    return *pair, pack_mean(store, plan.messages.means), *gates
+
+
 def pack_mean(store: WeightStore, plan: MeansPlan) -> Linear:
     """Pack the queries of means."""
     store.watch(plan.module, plan.query)
@@ -62,21 +73,49 @@ def write_means(
     """Write a layer; return the streams behind it."""
     b, plan, a = writer.b, layer.streams, layer.attention
     assert isinstance(plan, LayerMeansPlan) and isinstance(a, AttentionPlan) and a.apart is not None
+    if plan.loop == "again":
+        writer.before = [streams[0], *streams[len(writer.loop) + 1 :]]
+        streams = writer.loop
+    elif plan.loop:
+        writer.loop = streams
     h, *known = streams
     rows = [h]
     if plan.attention is not None:
         rows = write_mean(writer, plan.attention, w.streams[0], h, known)
     norms = layer.input_norm, *(a.apart.norms or ())
+    sent: list[Register] = []
+    if plan.messages is not None:
+        sent = write_mean(
+            writer, plan.messages.means, w.streams[2], writer.before[0], writer.before[1:]
+        )
+        rows = [_with_message(writer, layer, w, i, rows[i % len(rows)], sent) for i in range(3)]
+        norms = norms if a.apart.norms else norms * 3
     x = [writer.norm(n, rows[at % len(rows)]) for at, n in enumerate(norms)]
-    y = write_apart(writer, index, a, w, x if a.apart.norms else x * 3)
+    y = write_apart(writer, index, a, w, x if len(x) > 1 else x * 3)
     y = short_convolution(writer, index, 1, layer.convs[:1], y, layer.conv_scale)
     if plan.begins:
         known.append(writer.norm(plan.mlp.norm, h))
     h = y if plan.begins else b.call("add", h, y)
     row = write_mean(writer, plan.mlp, w.streams[1], h, known)[0]
+    if plan.messages is not None:
+        row = _with_message(writer, layer, w, 3, row, sent)
     y = writer.mlp_alone(layer.mlp, w, writer.norm(layer.mlp_norm, row), row)
     y = short_convolution(writer, index, 2, layer.convs[1:], y, layer.conv_scale)
     return [b.call("add", h, y), *known]
+
+
+def _with_message(
+    writer: Any, layer: LayerPlan, w: Any, place: int, x: Register, sent: list[Register]
+) -> Register:
+    """Write a row with its message."""
+    b, size = writer.b, writer.plan.hidden_size
+    assert isinstance(layer.streams, LayerMeansPlan) and layer.streams.messages is not None
+    norm, (low, gates) = layer.streams.messages.gates[place].norm, w.streams[3 + place]
+    both = b.call("cat", [writer.norm(norm, one) for one in (x, sent[place])], 1)
+    opened = writer.linear(gates, writer.linear(low, both))
+    parts = [x, sent[place], *(b.call("narrow", opened, 1, at, size) for at in (0, size))]
+    steps = [("tanh", 2), ("sub", 4, 5), ("mul", 6, 0), ("tanh", 3), ("mul", 8, 1), ("add", 7, 9)]
+    return pointwise(b, parts, [1.0], steps, writer.e.store.dtype)
 
 
 def write_apart(writer: Any, index: int, a: AttentionPlan, w: Any, x: list[Register]) -> Register:

@@ -139,7 +139,16 @@ class Emitter:
         for layer in plan.layers:  # before anything is packed
             check_layer(layer)
         self.before = self._linear(plan.embedding_projection)
-        self.layers = [self._pack(layer) for layer in plan.layers]
+        made: dict[Any, LayerWeights] = {}
+        self.layers = []
+        for layer in plan.layers:
+            if plan.repeated and layer.module in made:  # it runs again
+                packed = dataclasses.replace(made[layer.module])
+                if layer.streams is not None:
+                    packed.streams = pack_streams(store, layer.streams)
+            else:
+                packed = made[layer.module] = self._pack(layer)
+            self.layers.append(packed)
         rows = plan.token_rows
         self.token_rows = None if rows is None else store.linear(rows.projection)
         ends = plan.streams
@@ -443,6 +452,8 @@ class Writer:
             self.adapters = b.input("adapters")
         self.left: Register | None = None  # what experts of a layer before give, not added yet
         self.start: Register | None = None  # where loops of layers began
+        self.loop: list[Register] = []  # the same of streams,
+        self.before: list[Register] = []  # and what messages are made of
         self.look = LookInputs(b, len(self.plan.pictures)) if look else None
 
     def scales_of(self, index: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ipex_llm.arch import (
 from ipex_llm.arch.parts import Connection
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import pointwise
-from ipex_llm.model_runner.means import pack_mean, write_mean, write_means
+from ipex_llm.model_runner.means import pack_mean, pack_means, write_mean, write_means
 
 Streams = list[Register]
 
@@ -35,8 +35,7 @@ Streams = list[Register]
 def pack_streams(store: WeightStore, plan: LayerStreams) -> tuple[Any, ...]:
     """Pack the router of streams, and what it gives to predict and to correct them, two connections, or two means."""
     if isinstance(plan, LayerMeansPlan):
-        pair = plan.attention, plan.mlp
-        return tuple(None if one is None else pack_mean(store, one) for one in pair)
+        return pack_means(store, plan)
     if isinstance(plan, tuple):
         return tuple(pack_connection(store, one) for one in plan)
     return store.linear(plan.router), store.linear(plan.predict), store.linear(plan.correct)

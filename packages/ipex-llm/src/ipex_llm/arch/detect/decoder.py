@@ -36,7 +36,7 @@ from ipex_llm.arch.detect.layer import (
     match_layer,
     of_size,
 )
-from ipex_llm.arch.detect.means import match_last_mean
+from ipex_llm.arch.detect.means import match_last_mean, unroll_means
 from ipex_llm.arch.detect.mixer import match_shifted, shifted_blocks
 from ipex_llm.arch.detect.parts import (
     activations_of,
@@ -467,7 +467,11 @@ def match_decoder(trace: Trace) -> DecoderPlan:
             raise trace.error(module, "reads a picture, and no layer before it reads the text")
     repeated = len(trace.runs(modules)) > len(modules)
     if repeated:
-        found = _unrolled(trace, decoder, modules, found)
+        plans = [layer.plan for layer in found]
+        if isinstance(plans[-1].streams, LayerMeansPlan):
+            found = [Layer(one) for one in unroll_means(trace, decoder, modules, plans)]
+        else:
+            found = _unrolled(trace, decoder, modules, found)
     for before, after in zip(modules, [] if repeated else list(modules)[1:], strict=False):
         if not same(trace.outputs[before], trace.inputs[after]):
             _halve(trace, found, before, trace.inputs[after], after)
@@ -542,7 +546,7 @@ def _whole(
     stream_ends: StreamEnds | None = None
     x = last
     if isinstance(streams, LayerMeansPlan):
-        stream_ends, x = match_last_mean(trace, others, layers)
+        stream_ends, x = match_last_mean(trace, others, modules, layers)
     elif streams is not None:
         stream_ends, x = match_ends(trace, others, modules, streams)
         parts = [*linear_modules(stream_ends)]

@@ -18,6 +18,8 @@ from ipex_llm.arch import (
     LayerMeansPlan,
     LayerPlan,
     MeansPlan,
+    MessageGatePlan,
+    MessagesPlan,
     NearPlan,
     NormPlan,
 )
@@ -45,6 +47,7 @@ from ipex_llm.arch.detect.trace import (
 from ipex_llm.arch.formulas import (
     MOVING,
     add_convolved,
+    add_message,
     convolve_apart,
     mean_rows,
     run_norm,
@@ -55,15 +58,23 @@ from ipex_llm.arch.reference import attend_apart
 Tensor = torch.Tensor
 
 
+def _query(module: nn.Module) -> Tensor:
+    """Return the only parameter of a module that has a norm without one, or an empty tensor."""
+    own = [*module.parameters()]
+    found = len(own) == 1 and len(module._parameters) == 1 and any(map(is_norm, module.children()))
+    return own[0] if found else torch.zeros(())
+
+
 def mean_of(trace: Trace, module: nn.Module) -> MeansPlan | None:
     """Return the plan of a module that gives means of rows of several streams, or None for others."""
-    own = dict(module.named_parameters())
-    norms = [m for m in module.children() if is_norm(m) and trace.ran(m)]
-    if len(own) != 1 or len(norms) != 1 or not trace.ran(module):
+    query = _query(module)
+    if query.ndim not in (1, 2) or not trace.ran(module):
         return None
-    (name, query), read = next(iter(own.items())), trace.inputs[module]
-    wide = read.ndim == 4 and query.shape[-1] == read.shape[-1] == trace.output(module).shape[-1]
-    return MeansPlan(module, name, match_norm(trace, norms[0])) if wide else None
+    read, width = trace.inputs[module], query.shape[-1]
+    if read.ndim != 4 or not width == read.shape[-1] == trace.output(module).shape[-1]:
+        return None
+    norm = match_norm(trace, next(filter(is_norm, module.children())))
+    return MeansPlan(module, next(iter(module._parameters)), norm)
 
 
 def means_of(trace: Trace, layer: nn.Module) -> list[MeansPlan]:
@@ -77,8 +88,84 @@ def _means(trace: Trace, plan: MeansPlan, h: Tensor) -> Tensor:
     return mean_rows(plan, torch.cat([h.unsqueeze(0).float(), before]))
 
 
+def unroll_means(
+    trace: Trace, decoder: nn.Module, modules: nn.ModuleList, layers: Sequence[LayerPlan]
+) -> list[LayerPlan]:
+    """Return a layer for each time that one ran, with the messages of the time before (Inkling 2's loops).
+
+    Raises:
+        MatchError: Layers run again in another way.
+    """
+    runs, unknown = (
+        trace.runs(modules),
+        trace.error(decoder, "runs layers several times, in an unknown way"),
+    )
+    order = [module for module, _, _ in runs]
+    again = next(i for i, m in enumerate(order) if m in order[:i])
+    start, size = order.index(order[again]), again - order.index(order[again])
+    count = order.count(order[again])
+    found = [m for m in decoder.children() if _query(m).shape[:-1] == (size, 4) and trace.ran(m)]
+    known = [*modules[:start], *order[start:again] * count, *modules[again:]]
+    if order != known or len(found) != 1 or not isinstance(layers[start].streams, LayerMeansPlan):
+        raise unknown
+    norm = match_norm(trace, next(m for m in found[0].children() if is_norm(m)))
+    means = MeansPlan(found[0], next(iter(found[0]._parameters)), norm)
+    begun = [r for layer, (_, r, _) in zip(layers, runs[:again], strict=False) if _begins(layer)]
+    begun = begun[sum(map(_begins, layers[: start + 1])) :]
+    sent = torch.stack([runs[again - 1][2], *(run_norm(norm, one) for one in begun)])
+    plans = {layer.module: layer for layer in layers}
+    result = []
+    for index, (module, read, _) in enumerate(runs):
+        turn, at = divmod(index - start, size)
+        turn = turn if 0 < turn < count else 0
+        before = runs[start][1] if turn and at == 0 else runs[max(index - 1, 0)][2]
+        if index and not same(read, before):
+            raise trace.error(module, "does not read what the layer before gave")
+        plan = plans[module]
+        assert isinstance(plan.streams, LayerMeansPlan)
+        streams = dataclasses.replace(plan.streams, loop="start" if index == start else "")
+        if turn:
+            own = dataclasses.replace(means, index=at)
+            messages = MessagesPlan(own, _gates(trace, module, mean_rows(own, sent)))
+            streams = dataclasses.replace(streams, loop="" if at else "again", messages=messages)
+        result.append(dataclasses.replace(plan, streams=streams))
+    return result
+
+
+def _begins(layer: LayerPlan) -> bool:
+    return isinstance(layer.streams, LayerMeansPlan) and layer.streams.begins
+
+
+def _gates(trace: Trace, layer: nn.Module, sent: Tensor) -> tuple[MessageGatePlan, ...]:
+    """Return how the messages to a layer when it ran again are added to what its parts read.
+
+    Raises:
+        MatchError: They are added in another way.
+    """
+    gates: Any = {n: m for n, m in layer.named_children() if len([*linears(m, trace)]) == 3}
+    gates = {n: m for n, m in gates.items() if any(map(is_norm, m.children()))}
+    names = [next((n for n in gates if re.search(p, n)), "") for p in PARTS.values()]
+    names += [n for n in gates if n not in names]
+    if len(names) != 4 or "" in names:
+        raise trace.error(layer, "reads messages in a way that is not understood")
+    result = []
+    for module, message in zip([gates[n] for n in names], sent, strict=True):
+        norm = match_norm(trace, next(filter(is_norm, module.children())))
+        parts = [m for _, m in linears(module, trace)]
+        low = [m for m in parts if trace.output(m).shape[-1] < sent.shape[-1]]
+        x, y = trace.input(module).float(), trace.output(module)
+        for pair in itertools.permutations([m for m in parts if m not in low]):
+            plan = MessageGatePlan(norm, linear_plan(*low), linear_plan(*pair))
+            if len(low) == 1 and distance(add_message(plan, x, message), y) <= tolerance(y):
+                result.append(plan)
+                break
+        else:
+            raise trace.error(module, "adds messages in a way that is not understood")
+    return tuple(result)
+
+
 def match_last_mean(
-    trace: Trace, others: list[nn.Module], layers: Sequence[LayerPlan]
+    trace: Trace, others: list[nn.Module], modules: nn.ModuleList, layers: Sequence[LayerPlan]
 ) -> tuple[MeansPlan, Tensor]:
     """Return what is read behind the last layer, and that.
 
@@ -87,22 +174,26 @@ def match_last_mean(
     """
     last = next((one for m in others if (one := mean_of(trace, m)) is not None), None)
     known: list[Tensor] = []
-    made: list[tuple[MeansPlan, list[Tensor]]] = []
-    for layer in layers:
-        if not isinstance(layer.streams, LayerMeansPlan):
-            raise trace.error(layer.module, "reads the stream, and other layers read means")
-        if layer.streams.attention is not None:
-            made.append((layer.streams.attention, known))
-        known = [*known, trace.input(layer.module)] if layer.streams.begins else known
-        made.append((layer.streams.mlp, known))
+    start: list[Tensor] = []
+    made: dict[nn.Module, list[Tensor]] = {}
+    for layer, (module, read, _) in zip(layers, trace.runs(modules), strict=True):
+        plan = layer.streams
+        if not isinstance(plan, LayerMeansPlan):
+            raise trace.error(module, "reads the stream, and other layers read means")
+        known = start if plan.loop == "again" else known
+        start = known if plan.loop else start
+        if plan.attention is not None:
+            made.setdefault(plan.attention.module, known)
+        known = [*known, read] if plan.begins else known
+        made.setdefault(plan.mlp.module, known)
     if last is None:
         raise trace.error(layers[-1].module, "is not followed by a mean of streams")
-    for plan, streams in (*made, (last, known)):
-        read = trace.inputs[plan.module][0].transpose(0, 1)
-        if not same(read, torch.stack(streams) if streams else read[:0]):
-            raise trace.error(plan.module, "reads other streams than those that groups began with")
+    for module, streams in (*made.items(), (last.module, known)):
+        seen = trace.inputs[module][0].transpose(0, 1)
+        if not same(seen, torch.stack(streams) if streams else seen[:0]):
+            raise trace.error(module, "reads other streams than those that groups began with")
     x = trace.output(last.module)
-    if distance(_means(trace, last, trace.output(layers[-1].module))[0], x) > tolerance(x):
+    if distance(_means(trace, last, trace.runs(modules)[-1][2])[0], x) > tolerance(x):
         raise trace.error(last.module, "gives something else than a mean of streams")
     return last, x
 
@@ -111,7 +202,9 @@ def _summed(trace: Trace, owner: nn.Module, x: Tensor) -> tuple[nn.Module | None
     """Return a convolution among the parts of a module that is added to `x`, the factor on the sum, and that."""
     for child in owner.children():
         conv = convolution(child)
-        if conv is None or conv.bias is not None or not same(trace.inputs[child], x):
+        if conv is None or conv.bias is not None or not trace.ran(child):
+            continue
+        if not same(trace.inputs[child], x):
             continue
         given, scales = trace.output(child), (1.0, (conv.kernel_size[0] + 1) ** -0.5)
         for scale in scales:
@@ -181,14 +274,14 @@ def _bound(trace: Trace, owner: nn.Module) -> NormPlan:
     raise trace.error(owner, "has neither a norm nor a bound behind its projection")
 
 
-def _filter(owner: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+def _filter(trace: Trace, owner: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """Return the part of a module with a short convolution and that, or twice the one whose taps tokens add to."""
-    for child in owner.children():
+    for child in filter(trace.ran, owner.children()):
         conv = convolution(child)
-        if conv is not None:
-            return (child, conv) if conv.bias is None else None
-        if MOVING in child._parameters:
-            return child, child
+        known = conv is not None and conv.bias is None
+        if known or MOVING in child._parameters:
+            found = child if conv is None else conv
+            return (child, found) if len(taps_of((found,))) > 1 else None
     return None
 
 
@@ -209,12 +302,14 @@ def match_apart(
     near = next((m for m in rest if any(p.ndim == 2 for p in m._parameters.values())), None)
     both = [m for one in rest if one is not near for _, m in linears(one, trace)]
     found = [[m for _, m in linears(one, trace)] for one in (query, key, value, near or query)]
+    if not all(found):
+        raise trace.error(attention, "has parts without a projection")
     reads = [trace.input(one[0]) for one in found[:3]]
     sinks = [m for m in attention.children() if is_linear(m) and same(trace.input(m), reads[0])]
     gates = [m for m in both if same(trace.input(m), reads[0])]
     output = [m for m in both if m not in gates]
     counts = [*map(len, (found[0], found[3], sinks, gates, output))]
-    convs = [pair for one in (key, value) if (pair := _filter(one)) is not None]
+    convs = [pair for one in (key, value) if (pair := _filter(trace, one)) is not None]
     moving = all(MOVING in conv._parameters for _, conv in convs)
     known = len(convs) == 2 and counts == [1] * 5
     if near is None or not known or {len(found[1]), len(found[2])} != {1 + moving}:

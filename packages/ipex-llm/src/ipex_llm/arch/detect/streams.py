@@ -39,9 +39,17 @@ from ipex_llm.arch.detect.trace import (
     settled,
     tolerance,
 )
-from ipex_llm.arch.formulas import add_ngrams, add_to_streams, connect, ngram_rows
+from ipex_llm.arch.formulas import (
+    add_ngrams,
+    add_to_streams,
+    as_long_as,
+    connect,
+    correct_streams,
+    ngram_rows,
+    predict_streams,
+)
 from ipex_llm.arch.parts import Connection
-from ipex_llm.arch.reference import as_long_as, close_streams, correct_streams, predict_streams
+from ipex_llm.arch.reference import close_streams
 
 Tensor = torch.Tensor
 

@@ -182,6 +182,7 @@ def layer_key(kinds: Sequence[Key], index: int, plan: LayerPlan) -> Key:
         plan.token_block is None,
         plan.low is None,
         type(plan.streams),
+        getattr(plan.streams, "messages", None) is None,
         plan.ngrams is None,
         plan.picture is None,
         plan.shortcut is None,

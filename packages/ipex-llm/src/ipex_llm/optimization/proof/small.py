@@ -25,7 +25,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_atte
 _KV = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "kv_n_heads")
 _IS_HEADS = re.compile(r"(^|_)n?_?heads?(_kv)?$|_heads_")
 _IS_DIM = re.compile(
-    r"dim(s|ension)?$|_dim_|rank|hidden|embd|embed|d_model|d_ff|d_kv|inner|ffn|width|channels|_size$|intermediate|ndims"
+    r"dim(s|ension)?$|_dim_|rank|hidden|embd|embed|d_model|d_ff|d_kv|d_rel|inner|ffn|width|channels|_size$|intermediate|ndims"
 )
 _NOT_DIM = re.compile(
     r"vocab|ngram|window|chunk|block|kernel|patch|image|conv|group_size|page|stride|local|batch|topk|top_k"
@@ -41,6 +41,8 @@ _IS_PLAIN = re.compile(
     r"token|_id$|_ids$|index$|version|kernel|conv|pretraining_tp|_parts$|seed|bits|layers?$|n_group|topk_group|interval"
     r"|pattern|_step|_freq|period|num_labels|multiple_of|scal|factor|multiplier|loops?$|streams?$|iter|mult$|expan|inference_chunk"
 )
+#: Of numbers that say which layers run several times.
+_LOOP = "loop_layer_index_"
 _IS_INTERVAL = re.compile(r"interval|pattern|_step$|_freq$|period|every")
 _IS_DENSE = re.compile(
     r"^first_k_dense|first_dense|num_dense|n_dense|dense_layers$|moe_layer_start"
@@ -110,7 +112,13 @@ def _of_layers(name: str, value: Any, count: int) -> list[Any] | None:
 
 
 def _sections(config: Any, count: int) -> dict[str, range]:
-    """Return the layers of each part of a stack, by the names of their numbers (Dory); empty: it has no parts."""
+    """Return the layers of each part of a stack, by the names of their numbers (Dory); empty: it has no parts.
+
+    With the places where layers begin and end to run again these are the parts up to there (Inkling 2's loops).
+    """
+    start, stop = (_get(config, f"{_LOOP}{name}") for name in ("start", "end"))
+    if _integer(start) and _integer(stop):
+        return {f"{_LOOP}start": range(start), f"{_LOOP}end": range(start, stop)}
     found, end = {}, 0
     for name in ("n_input_layers", "n_recurrent_layers", "n_output_layers"):
         size = _get(config, name)
@@ -138,7 +146,7 @@ def kinds_of_layers(config: Any) -> list[tuple[object, ...]]:
             for index, kind in enumerate(kinds):
                 kind.append(index >= count - value)
     for name, section in _sections(config, count).items():
-        for index in section:
+        for index in () if _LOOP in name else section:
             kinds[index].append(name)
     for index, values in _overrides(config).items():
         if index < count:
@@ -155,6 +163,15 @@ def chosen_layers(config: Any) -> list[int]:
     steps = [step for step in steps if 1 < step <= LAYERS]
     if steps and len(first) < 2:
         return list(range(min(count, max(steps) + 1)))
+    parts = [one for n, one in _sections(config, count).items() if _LOOP in n]
+    if parts:  # two before the loops and in them, of two kinds if there are, and what other kinds are behind
+        found: list[int] = []
+        for part in parts:
+            each = {kinds.index(kinds[at], part.start) for at in part}
+            own = [*sorted(each), *(at for at in part if at not in each)]
+            found += sorted(own[:2])
+        have = {kinds[at] for at in found}
+        return found + [at for at in first if at >= parts[1].stop and kinds[at] not in have]
     # Layer 0 may differ from all others of its kind, for instance by having no norm.
     again = [index for index in range(1, count) if kinds[index] == kinds[0]]
     if again and len(first) < LAYERS:
@@ -169,8 +186,11 @@ def _cut_layers(config: Any) -> None:
     if not count or len(chosen) >= count:
         return
     overrides = _overrides(config)
-    for name, section in _sections(config, count).items():
-        setattr(config, name, sum(index in section for index in chosen))
+    sections, end = _sections(config, count), 0
+    for name, section in sections.items():
+        own = sum(index in section for index in chosen)
+        end += own
+        setattr(config, name, end if _LOOP in name else own)
     for name, value in _values(config).items():
         if name.startswith("n_") and name.endswith("_layers"):
             continue
@@ -270,8 +290,10 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
             new = min(value, POSITIONS)
         elif name == "log_scaling_n_floor":
             new = min(value, 24)
-        elif name == "n_layers_per_attn_res_block":
-            new = 2
+        elif name in ("n_layers_per_attn_res_block", "loop_num_passes"):
+            new = min(value, 2)
+        elif name.startswith(_LOOP):
+            continue
         elif _IS_PLAIN.search(name):
             if re.search(r"token_id$|token_index$", name):
                 new = value % VOCAB
