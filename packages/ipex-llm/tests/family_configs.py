@@ -94,6 +94,7 @@ _MLA = {
 }
 
 
+_HEAVY = "heavily_compressed_attention"
 _SLIDING = "sliding_attention"
 _INDEX = {"index_topk": 96, "index_head_dim": 16, "index_n_heads": 4}
 _EXPERT_NAMES = (
@@ -425,6 +426,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **{k: v for k, v in {**BASE, **_MLA, **_INDEX}.items() if k != "first_k_dense_replace"},
             **{"n_group": 1, "hc_mult": 3, "swiglu_limit": 0.5},
             "indexer_types": ["full", "shared"],
+        },
+    ),
+    # One row for all heads, rows of windows of two kinds, streams that are mixed, experts by token.
+    "deepseek_v4": (
+        "DeepseekV4",
+        {
+            **{**BASE, **_MOE, "num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 1},
+            **{"num_local_experts": 4, "swiglu_limit": 0.5, "sliding_window": WINDOW},
+            **{"q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 24, "qk_rope_head_dim": 8},
+            **{"hc_mult": 3, "hc_sinkhorn_iters": 3, "partial_rotary_factor": 0.5},
+            **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 24},
+            "layer_types": [_SLIDING, _HEAVY, "compressed_sparse_attention", _HEAVY],
+            "compress_rates": {_HEAVY: 10, "compressed_sparse_attention": 4},
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
         },
     ),
     # Residuals that shrink with depth, biases of gates of heads, queries that grow with the position without rotation.

@@ -37,7 +37,7 @@ LATENTS = [
     n
     for n in (
         *("minicpm3", "deepseek_v32", "glm_moe_dsa", "axk1", "glm4_moe_lite", "longcat_flash"),
-        *("dots3_note", "axk2", "hy_v4"),
+        *("dots3_note", "axk2", "hy_v4", "deepseek_v4"),
     )
     if n in CAUSAL
 ]
@@ -149,7 +149,7 @@ def test_int4_in_bfloat16(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "deepseek_v4"])
 def test_caches(name: str, dtype: torch.dtype) -> None:
     fast, model, ids = (
         ipex_llm.optimize(make(name), kv_cache_dtype=dtype),
@@ -183,6 +183,14 @@ def test_scales_for_layers_are_refused(name: str) -> None:
         for one in (model, ipex_llm.optimize(model)):
             with pytest.raises(ValueError, match="return keys and values of each layer"):
                 q.calibrate_kv_cache(one, [tokens(2, 12)])
+
+
+@pytest.mark.parametrize("name", [n for n in LATENTS if n == "deepseek_v4"])
+def test_rows_of_windows_have_the_dtype_of_the_model(name: str) -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype must be None for a model that caches row"):
+        ipex_llm.optimize(make(name), kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match="dtype must be None with rows of windows"):
+        served(ipex_llm.optimize(make(name)), cache_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])

@@ -26,6 +26,7 @@ from ipex_llm.arch.parts import (
     MessagesPlan,
     NgramsPlan,
     NormPlan,
+    SharedRowPlan,
     StreamEnds,
     StreamEndsPlan,
     StreamsPlan,
@@ -267,6 +268,21 @@ class AttentionPlan:
     #: Experts without an activation that give queries, `gate_up` ``[E, kv_heads * head_dim, hidden]``, and read what
     #: these attend to, `down`; `qkv` gives keys and values alone. A key head has a query of each expert (JetMoE).
     experts: ExpertsPlan | None = None
+    shared: SharedRowPlan | None = None
+
+    @property
+    def ropes(self) -> tuple[RopePlan, ...]:
+        """The rotation of queries and keys, and the one of what heads attend to."""
+        own = () if self.rope is None else (self.rope,)
+        return own + tuple(dataclasses.replace(r, turn=-r.turn) for r in own if self.shared)
+
+    @property
+    def windows(self) -> tuple[int, int, int] | None:
+        """Tokens of a window, the rows that the cache has of a token, and `window`; None without rows of windows."""
+        plan = self.shared and self.shared.windows
+        if not plan:
+            return None
+        return plan.rate, 2 + 2 * len(plan.biases(self.head_dim)) // plan.rate, self.window
 
     @property
     def value_width(self) -> int:
@@ -529,7 +545,8 @@ class ExpertsPlan:
     intermediate_size: int
     activation: Activation
     #: "logits": `correction_bias` is added to logits and not to scores, which are sigmoids of logits (Kolibri).
-    scoring: Literal["softmax", "sigmoid", "sparsemixer", "logits"]
+    #: "softplus": scores are square roots of softplus (DeepSeek V4).
+    scoring: Literal["softmax", "sigmoid", "sparsemixer", "logits", "softplus"]
     renormalize: bool
     groups: int = 0
     top_groups: int = 0
@@ -558,6 +575,7 @@ class ExpertsPlan:
     #: them, `gate_up`, `down` and `correction_bias` do not (Inkling).
     always: nn.Module | None = None
     gain: tuple[nn.Module, str] | None = None  # of a parameter with one number: a factor on weights
+    table: Tensor | None = None  # [vocab, top_k]: the experts of each token (DeepSeek V4)
 
     @property
     def apart(self) -> bool:
@@ -784,6 +802,12 @@ class DecoderPlan:
     def ngrams(self) -> dict[int, NgramsPlan]:
         """What brings the last tokens into streams, by the index of the layer."""
         return {i: p.ngrams for i, p in enumerate(self.layers) if p.ngrams is not None}
+
+    @property
+    def tables(self) -> dict[int, Tensor]:
+        """The experts of tokens where they are chosen so, by the index of the layer."""
+        found = {i: getattr(p.mlp, "table", None) for i, p in enumerate(self.layers)}
+        return {i: table for i, table in found.items() if table is not None}
 
     @property
     def mixtures(self) -> list[ExpertsPlan]:

@@ -15,6 +15,7 @@ from ipex_llm.arch import (
     ConnectionPlan,
     ExpertsPlan,
     GatedConnectionPlan,
+    LayerPlan,
     LinearPlan,
     MeansPlan,
     MessageGatePlan,
@@ -24,9 +25,12 @@ from ipex_llm.arch import (
     NormPlan,
     RopePlan,
     ShiftPlan,
+    StreamEnds,
+    StreamEndsPlan,
     StreamsPlan,
     WkvPlan,
 )
+from ipex_llm.arch.parts import WindowsPlan
 
 Tensor = torch.Tensor
 
@@ -215,6 +219,8 @@ def projections(plan: AttentionPlan | MixerPlan) -> tuple[LinearPlan, LinearPlan
 
 def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, ...]:
     """Return the linear layers of a block that mixes rows of tokens, where the first and the last are not all."""
+    if isinstance(plan, AttentionPlan):
+        return () if plan.shared is None else (plan.shared.query,)
     if isinstance(plan, WkvPlan):
         return plan.key, plan.value, plan.gate
     return (plan.first, plan.gate, plan.last) if isinstance(plan, ShiftPlan) else ()
@@ -223,7 +229,7 @@ def inner_linears(plan: AttentionPlan | MixerPlan | None) -> tuple[LinearPlan, .
 def connect(plan: ConnectionPlan | GatedConnectionPlan, streams: Tensor) -> tuple[Tensor, Tensor]:
     """Return what a block reads of streams ``[count, T, hidden]``, and factors ``[T, count]`` on what it gives.
 
-    Without such a block there are no factors, ``[T, 0]``.
+    Without such a block there are no factors, ``[T, 0]``. With `ConnectionPlan.rounds` the matrix is behind them.
     """
     if isinstance(plan, GatedConnectionPlan):
         rows = run_norm(plan.norm, streams.transpose(0, 1))
@@ -233,19 +239,27 @@ def connect(plan: ConnectionPlan | GatedConnectionPlan, streams: Tensor) -> tupl
         given = flat[:, :0] if plan.last is None else plan.factor * run_linear(plan.last, flat)
         row = (torch.sigmoid(gates).view_as(rows) * rows).mean(1)
         return row, 2.0 * torch.sigmoid(given)
-    scale, base = plan.numbers
+    scale, base, sizes, added = plan.numbers
     flat = streams.float().transpose(0, 1).flatten(1)
     flat = functional.rms_norm(flat, flat.shape[-1:], eps=plan.norm_eps)
     weight: Tensor = getattr(plan.module, plan.weight)
-    first, last = torch.sigmoid(
-        functional.linear(flat, weight.float()) * scale + base
-    ).tensor_split([plan.count], dim=-1)
-    row = torch.einsum("ti,ith->th", first + plan.eps, streams.float())
-    return row, plan.magnitude * last + plan.eps
+    rows = functional.linear(flat, weight.float()) * scale + base
+    first, last, matrix = (torch.sigmoid(rows) * sizes + added).tensor_split(
+        [plan.count, 2 * plan.count], dim=-1
+    )
+    row = torch.einsum("ti,ith->th", first, streams.float())
+    if plan.rounds:
+        matrix = rows[:, 2 * plan.count :].unflatten(-1, (plan.count, -1)).softmax(-1) + plan.eps
+        for dim in (-2, *(-1, -2) * (plan.rounds - 1)):
+            matrix = matrix / (matrix.sum(dim, keepdim=True) + plan.eps)
+    return row, torch.cat([last, matrix.flatten(1)], dim=-1)
 
 
 def add_to_streams(streams: Tensor, factors: Tensor, y: Tensor) -> Tensor:
     """Return streams ``[count, T, hidden]`` with what a block gives added, times `factors` of `connect`."""
+    factors, matrix = factors.tensor_split([len(streams)], dim=-1)
+    if matrix.shape[-1]:
+        streams = torch.einsum("tij,ith->jth", matrix.unflatten(-1, (len(streams), -1)), streams)
     return streams + factors.t().unsqueeze(-1) * y
 
 
@@ -344,3 +358,59 @@ def add_ngrams(plan: NgramsPlan, streams: Tensor, rows: Tensor) -> Tensor:
     before = functional.pad(run_norm(plan.conv_norm, value).flatten(1).t(), (len(taps) - 1, 0))
     mixed = functional.conv1d(before, taps.t().unsqueeze(1), groups=len(before))
     return (s + value + functional.silu(mixed.t()).view_as(s)).transpose(0, 1)
+
+
+def turned(rope: RopePlan, x: Tensor) -> Tensor:
+    """Rotate the last `rope.dim` elements of heads ``[T, heads, head_dim]``; row t is position t."""
+    return torch.cat([x[..., : -rope.dim], rotate(rope, x[..., -rope.dim :])], dim=-1)
+
+
+def window_rows(plan: WindowsPlan, rope: RopePlan, both: Tensor, width: int) -> Tensor:
+    """Return the rows of windows ``[count, 1, width]`` of values and gates ``[T, ...]`` of tokens."""
+    count, bias = len(both) // plan.rate, plan.biases(width)
+    values, gates = both[: count * plan.rate].unflatten(0, (count, plan.rate)).chunk(2, dim=-1)
+    if len(bias) > plan.rate:
+        (before, values), (first, gates) = values.chunk(2, dim=-1), gates.chunk(2, dim=-1)
+        first = functional.pad(first[:-1], (0, 0, 0, 0, 1, 0), value=-torch.inf)
+        values = torch.cat([before.roll(1, 0), values], dim=1)
+        gates = torch.cat([first, gates], dim=1)
+    rows = run_norm(plan.norm, (values * (gates + bias).softmax(1)).sum(1))
+    places = rows.new_zeros(max(count * plan.rate, 1), 1, width)
+    places[:: plan.rate][:count, 0] = rows
+    return turned(rope, places)[:: plan.rate][:count]
+
+
+def open_streams(plan: StreamEnds, h: Tensor) -> Tensor:
+    """Return the streams ``[count, T, hidden]`` of the first layer."""
+    h = h.float()
+    if isinstance(plan, MeansPlan):
+        return h.unsqueeze(0)
+    if not isinstance(plan, StreamEndsPlan):
+        return torch.stack([h] * plan.count)
+    return torch.stack([h, *(as_long_as(h, run_linear(one, h)) for one in plan.first)])
+
+
+def close_streams(plan: StreamEnds, streams: Tensor) -> Tensor:
+    """Return what follows behind the last layer."""
+    if isinstance(plan, MeansPlan):
+        return mean_rows(plan, streams)[0]
+    if not isinstance(plan, StreamEndsPlan):
+        return connect(plan, streams)[0]
+    h = streams[0].float()
+    ends = zip(plan.last, streams[1:], strict=True)
+    return torch.stack([h, *(as_long_as(h, run_linear(one, s)) for one, s in ends)]).mean(0)
+
+
+def bias_of(module: Any) -> Tensor:
+    """Return the bias of a linear layer, float32; zeros without one."""
+    if module.bias is None:
+        return torch.zeros(module.out_features)
+    return module.bias.detach().float()  # type: ignore[no-any-return]
+
+
+def gains_of(plan: LayerPlan) -> tuple[Tensor, Tensor]:
+    """Return the factors on the residual of each block: numbers, or ``[hidden]``."""
+    if plan.gains is None:
+        return torch.ones(()), torch.ones(())
+    first, second = (per_head(plan.module, name) for name in plan.gains)
+    return first, second

@@ -108,22 +108,31 @@ class ConnectionPlan:
     - ``s[i] += (magnitude * f[count + i] + eps) * y``.
 
     Behind the last layer there is the first half alone; all streams begin as the embedding.
+
+    With `rounds` (DeepSeek V4) that has no `eps`, and ``count * count`` rows more of the weight give a matrix: softmax
+    plus `eps`, divided by the sums of its columns plus `eps`, and in further rounds of rows and of columns. Streams are
+    multiplied with its transpose before `y` is added.
     """
 
     module: nn.Module  # has the parameters named below
     weight: str  # [2 * count, count * hidden]
     base: str  # [2 * count]
-    scale: str  # [2], for each half
+    scale: str  # [2], for each half; a third one for the matrix
     count: int
     norm_eps: float
     eps: float
     magnitude: float
+    rounds: int = 0
 
     @property
-    def numbers(self) -> tuple[Tensor, Tensor]:
-        """Scale and base of each row of the weight, float32."""
+    def numbers(self) -> tuple[Tensor, ...]:
+        """Scale, base, size and what is added at last of each row of the weight, float32."""
         scale, base = (getattr(self.module, n).detach().float() for n in (self.scale, self.base))
-        return scale.repeat_interleave(self.count), base
+        counts = torch.tensor([self.count, self.count, self.count**2][: len(scale)])
+        sizes, added = torch.full_like(base, self.magnitude), torch.full_like(base, self.eps)
+        sizes[: self.count] = 1.0
+        added[self.count :] *= not self.rounds
+        return scale.repeat_interleave(counts), base, sizes, added
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,3 +272,39 @@ class StreamEndsPlan:
 
 
 StreamEnds = StreamEndsPlan | Connection | MeansPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WindowsPlan:
+    """Rows made of windows of `rate` tokens, which are keys and values beside the rows of tokens (DeepSeek V4).
+
+    A feature is the mean of the values of the tokens with the softmax of gates and `bias` as weights; then there are
+    the norm and the rotation of the first token. A token sees the windows that have ended, with its own. If the bias is
+    twice as wide as a row, windows have twice as many rows: their second half is the tokens' own, and the first one,
+    with the first halves of values, gates and bias, the tokens of the window before.
+    """
+
+    module: nn.Module
+    bias: str  # [rate, width]
+    norm: NormPlan
+    rate: int
+
+    def biases(self, width: int) -> Tensor:
+        """Return what is added to the gates of a window, float32 ``[rows, width]``."""
+        bias: Tensor = getattr(self.module, self.bias).detach().float()
+        return torch.cat(bias.split(width, dim=-1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedRowPlan:
+    """One row of a token that is key and value of all heads (DeepSeek V4).
+
+    `AttentionPlan.qkv` gives what the queries are made of, the row, and with `windows` values and gates. Ends of
+    queries and keys are rotated, and back what heads attend to. Then each group of heads has a linear layer.
+    """
+
+    query: LinearPlan
+    query_norm: NormPlan
+    output: nn.Module  # weight [groups * rank, heads * head_dim / groups]
+    groups: int
+    windows: WindowsPlan | None

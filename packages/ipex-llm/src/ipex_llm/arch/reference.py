@@ -40,8 +40,6 @@ from ipex_llm.arch import (
     SelectivePlan,
     ShiftPlan,
     SidePlan,
-    StreamEnds,
-    StreamEndsPlan,
     TemperaturePlan,
     TokenBlockPlan,
     TokenRowsPlan,
@@ -55,22 +53,28 @@ from ipex_llm.arch.formulas import (
     add_ngrams,
     add_to_streams,
     apart_rows,
-    as_long_as,
+    bias_of,
     choice_bias,
+    close_streams,
     combine_gate,
     connect,
     correct_streams,
     cut_gate,
+    gains_of,
     mean_rows,
     ngram_rows,
+    open_streams,
     per_head,
     position_rows,
     predict_streams,
     rotate,
     run_linear,
     run_norm,
+    turned,
     weight_scale,
+    window_rows,
 )
+from ipex_llm.arch.parts import SharedRowPlan
 
 Tensor = torch.Tensor
 
@@ -105,6 +109,8 @@ def attend(plan: AttentionPlan, qkv: Tensor) -> Tensor:
     qkv = qkv.float()
     if plan.clip_qkv is not None:
         qkv = qkv.clamp(-plan.clip_qkv, plan.clip_qkv)
+    if plan.shared is not None:
+        return _attend_to_rows(plan, plan.shared, qkv)
     latent = plan.latent
     if latent is not None and latent.doubled:  # as if `qkv` gave queries and gates
         assert latent.query is not None
@@ -232,6 +238,21 @@ def _from_latent(
     return query, torch.cat([both[..., :plain], common], dim=-1), both[..., plain:]
 
 
+def _attend_to_rows(plan: AttentionPlan, shared: SharedRowPlan, rows: Tensor) -> Tensor:
+    turn, back = plan.ropes
+    width, windows, last = plan.head_dim, shared.windows, shared.output.get_parameter("weight")
+    first = int(shared.query_norm.module.get_parameter("weight").numel())
+    low, key, both = rows.tensor_split([first, first + width], dim=-1)
+    query = run_linear(shared.query, run_norm(shared.query_norm, low)).unflatten(-1, (-1, width))
+    query = turned(turn, run_norm(plan.query_norm, query))
+    key = turned(turn, run_norm(plan.key_norm, key).unsqueeze(1))
+    if windows is not None:
+        key = torch.cat([key, window_rows(windows, turn, both, width)])
+    y = turned(back, _weigh(plan, query, key, key).unflatten(-1, (-1, width)))
+    blocks = last.float().unflatten(0, (shared.groups, -1))
+    return torch.einsum("tgi,goi->tgo", y.reshape(len(y), shared.groups, -1), blocks).flatten(1)
+
+
 def _weigh(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -258,6 +279,9 @@ def _weigh(
     hidden = distance < 0
     if plan.window >= 0:
         hidden = hidden | (distance > plan.window)
+    if plan.windows is not None:
+        ends = plan.windows[0] * torch.arange(1, len(key) - length + 1, device=query.device)
+        hidden = torch.cat([hidden, ends > rows.unsqueeze(1) + 1], dim=1)
     scores = scores.masked_fill(hidden, -math.inf)
     if plan.sinks is None:
         weights = scores.softmax(-1)
@@ -472,13 +496,6 @@ def _select(plan: SelectivePlan, rows: Tensor, texts: tuple[Tensor, ...]) -> Ten
     return y * functional.silu(gate)  # type: ignore[no-any-return]
 
 
-def bias_of(module: Any) -> Tensor:
-    """Return the bias of a linear layer, float32; zeros without one."""
-    if module.bias is None:
-        return torch.zeros(module.out_features)
-    return module.bias.detach().float()  # type: ignore[no-any-return]
-
-
 def run_attention(plan: AttentionPlan | MixerPlan, x: Tensor) -> Tensor:
     """Attention, or a block with a state, of one sequence ``[T, hidden]``, causal."""
     if isinstance(plan, AttentionPlan):
@@ -522,10 +539,14 @@ def run_mlp(plan: MlpPlan, x: Tensor) -> Tensor:
 def _route(plan: ExpertsPlan, x: Tensor) -> tuple[Tensor, Tensor]:
     bias = None if plan.router_bias is None else plan.router_bias.float()
     logits = functional.linear(x, plan.router_weight.float(), bias)
-    if plan.scoring == "logits":
-        assert plan.correction_bias is not None
-        ids = (logits + plan.correction_bias.float()).topk(plan.top_k).indices
-        weights = torch.sigmoid(logits).gather(1, ids)
+    if plan.scoring in ("logits", "softplus"):
+        scores = torch.sigmoid(logits)
+        if plan.scoring == "softplus":
+            logits = scores = functional.softplus(logits).sqrt()
+        bias = plan.correction_bias
+        ids = (logits if bias is None else logits + bias.float()).topk(plan.top_k).indices
+        ids = ids if plan.table is None else plan.table.long()
+        weights = scores.gather(1, ids)
         total = weights.sum(-1, keepdim=True) if plan.renormalize else 1.0
         return weights / total * plan.routed_scale, ids
     weights, ids = torch.ops.ipex.moe_routing(
@@ -583,6 +604,11 @@ def _expert(plan: ExpertsPlan, x: Tensor, expert: int) -> Tensor:
     inner = combine_gate(plan.activation, gate, up, known)
     y = _product(inner, plan.down, expert, plan.transposed)
     return y if plan.down_bias is None else y + plan.down_bias[expert].float()
+
+
+def of_tokens(plan: Any, ids: Tensor) -> Any:
+    """Return the plan of experts with the rows of some tokens as `ExpertsPlan.table`."""
+    return plan if plan.table is None else dataclasses.replace(plan, table=plan.table[ids])
 
 
 def run_experts(plan: ExpertsPlan, x: Tensor, h: Tensor | None = None) -> Tensor:
@@ -726,14 +752,6 @@ def _run_layer(
     return h * plan.stream_scale
 
 
-def gains_of(plan: LayerPlan) -> tuple[Tensor, Tensor]:
-    """Return the factors on the residual of each block: numbers, or ``[hidden]``."""
-    if plan.gains is None:
-        return torch.ones(()), torch.ones(())
-    first, second = (per_head(plan.module, name) for name in plan.gains)
-    return first, second
-
-
 def _token_block(block: TokenBlockPlan, h: Tensor, part: Tensor | None) -> Tensor:
     assert part is not None
     x = activate(block.activation, run_linear(block.gate, h)) * part
@@ -759,27 +777,6 @@ def _run_streams(layer: LayerPlan, streams: Tensor, part: Tensor | None, **more:
         h = streams[0] if plan.scale is None else streams[0] * plan.scale.float()
         streams[1:] += _token_block(block, h, part)
     return streams
-
-
-def open_streams(plan: StreamEnds, h: Tensor) -> Tensor:
-    """Return the streams ``[count, T, hidden]`` of the first layer."""
-    h = h.float()
-    if isinstance(plan, MeansPlan):
-        return h.unsqueeze(0)
-    if not isinstance(plan, StreamEndsPlan):
-        return torch.stack([h] * plan.count)
-    return torch.stack([h, *(as_long_as(h, run_linear(one, h)) for one in plan.first)])
-
-
-def close_streams(plan: StreamEnds, streams: Tensor) -> Tensor:
-    """Return what follows behind the last layer."""
-    if isinstance(plan, MeansPlan):
-        return mean_rows(plan, streams)[0]
-    if not isinstance(plan, StreamEndsPlan):
-        return connect(plan, streams)[0]
-    h = streams[0].float()
-    ends = zip(plan.last, streams[1:], strict=True)
-    return torch.stack([h, *(as_long_as(h, run_linear(one, s)) for one, s in ends)]).mean(0)
 
 
 def _embed(plan: DecoderPlan, ids: Tensor) -> Tensor:
@@ -831,6 +828,8 @@ def _run_sequence(plan: DecoderPlan, ids: Tensor) -> Tensor:
         if isinstance(plan.streams, MeansPlan):
             more["loop"] = loop
         run = _run_layer if plan.streams is None else _run_streams
+        if index in plan.tables:
+            layer = dataclasses.replace(layer, mlp=of_tokens(layer.mlp, ids))
         if layer.ngrams is not None:
             h = add_ngrams(layer.ngrams, h, ngram_rows(layer.ngrams, ids))
         h = run(layer, h, part=part, **more)

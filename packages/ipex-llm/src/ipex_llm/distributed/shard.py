@@ -229,7 +229,7 @@ def _check(layer: LayerPlan, parallel: TensorParallel, grains: Sequence[int]) ->
         raise OpArgumentError(
             "optimize: model must have keys and values of one width to be divided, got narrower values"
         )
-    if a.keys_as_values:
+    if a.keys_as_values or a.shared is not None:
         raise OpArgumentError(
             "optimize: model must have projections to values to be divided, got attention whose values are its keys"
         )

@@ -146,7 +146,8 @@ class LayerShape:
     With ``latent``, a single row that is key and value: the first ``latent`` elements are what both are made of. With
     ``values``, only so many elements of a value mean something; of a key too if it is ``biased``: behind them stands a
     bias, which the model itself does not cache. ``twice``: keys come twice, and so does each half of the value heads,
-    behind itself; the model itself caches all once.
+    behind itself; the model itself caches all once. ``whole``: rows of a token that are key and value in some form that
+    the model itself does not cache.
     """
 
     kv_heads: int
@@ -155,11 +156,12 @@ class LayerShape:
     values: int | None = None
     biased: bool = False
     twice: bool = False
+    whole: bool = False
 
     @property
     def own(self) -> bool:
         """Whether the model itself caches something else, so that its own forward cannot go on with the rows."""
-        return self.biased or self.twice
+        return self.biased or self.twice or self.whole
 
     @property
     def parts(self) -> int:

@@ -351,7 +351,8 @@ def give_up(cache: Any, config: Any, decoder: Any, places: Sequence[int] = ()) -
     linear = _linear_class(decoder)
     portable = all(shape is None or shape.portable for shape in state.cache.states)
     plain = portable and hasattr(DynamicCache, "update_recurrent_state")
-    if state.length and not plain and linear is None:
+    whole = any(shape is not None and shape.whole for shape in state.cache.layers)
+    if state.length and (whole or (not plain and linear is None)):
         return False
     set_class(cache, linear or DynamicCache)
     cache.__dict__.clear()

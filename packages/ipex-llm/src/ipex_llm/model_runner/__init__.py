@@ -26,7 +26,7 @@ from ipex_llm.kv_cache import (
     cache_dtype,
     state_bytes,
 )
-from ipex_llm.model_runner.attention import BIAS_WIDTH, Look, keys_and_values
+from ipex_llm.model_runner.attention import BIAS_WIDTH, Look, keys_and_values, rows_of_step
 from ipex_llm.model_runner.dense import (
     DeviceStore,
     Owners,
@@ -72,7 +72,7 @@ class Runner:
         plan: Structure of the decoder.
         dtype: dtype of rows and weights.
         shared: Owners of parameters that several modules have; see `WeightStore`.
-        ropes: Tables of rotations that other runners have too, by `rope_key`; gets what is new here.
+        ropes: Tables of rotations that other runners have too, by their text; gets what is new here.
         kv_scales: Scales of the keys and values of each layer in caches of 8-bit numbers. None: int8 rows have their
             own, 8-bit floats have none.
 
@@ -124,7 +124,7 @@ class Runner:
             for block in (layer.attention, layer.beside)
         )
         self.shapes = tuple(_shape(layer, dtype) for layer in plan.layers)
-        plans = {repr(a.rope): a.rope for a in plan.attentions if a.rope is not None}
+        plans = {repr(one): one for a in plan.attentions for one in a.ropes}
         ropes = {} if ropes is None else ropes
         for key in self.emitter.ropes:
             if key not in ropes:
@@ -200,7 +200,7 @@ class Runner:
         Raises:
             ValueError: An argument is out of range.
         """
-        own = cache_dtype(dtype, self.dtype)
+        own = self._cache_dtype(dtype)
         return PagedCache(
             *(self.shapes, num_blocks, block_size, own, self._scales(own), num_states),
             device=self.device,
@@ -210,9 +210,15 @@ class Runner:
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> int:
         """Return the memory that the blocks of such a cache take."""
-        own = cache_dtype(dtype, self.dtype)
+        own = self._cache_dtype(dtype)
         scaled = self.kv_scales is not None
         return PagedCache.bytes(self.shapes, num_blocks, block_size, own, scaled)
+
+    def _cache_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        own = cache_dtype(dtype, self.dtype)
+        if own != self.dtype and self.emitter.windows:
+            raise ValueError(f"PagedCache: dtype must be None with rows of windows, got {dtype}")
+        return own
 
     def state_bytes(self, num_states: int) -> int:
         """Return the memory that the states of so many sequences take."""
@@ -343,7 +349,7 @@ class Runner:
         Positions and the step are on the CPU, the rows, what sees pictures and the result on the device.
 
         Args:
-            tokens: What the rows were made of. Layers that read n-grams need them.
+            tokens: What the rows were made of. Layers that read n-grams or choose experts by tokens need them.
             states: Gets what each layer reads, ``[T, H]``, and at last the result. Not with ``logits``.
             look: What the tokens see of pictures; None: layers that read them are left out.
 
@@ -362,6 +368,11 @@ class Runner:
         elif self.plan.ngrams:
             assert isinstance(cache, PagedCache) and tokens is not None
             inputs.append(self._ngrams(cache, tokens, step))
+        for table in self.plan.tables.values():
+            assert tokens is not None
+            inputs.append(table[tokens].int())
+        for kind in self.emitter.windows:
+            inputs += rows_of_step(kind, step, cache.block_size)
         place = len(inputs)
         inputs += [positions, step.slots, step.tables]
         if singles:
@@ -452,6 +463,9 @@ def _rows_shape(plan: AttentionPlan) -> LayerShape:
         return LayerShape(plan.kv_heads, width, values=plan.head_dim, biased=True)
     if plan.difference is not None:
         return LayerShape(2 * plan.kv_heads, plan.head_dim, twice=True)
+    if plan.shared is not None:
+        rows = plan.windows[1] if plan.windows else 1
+        return LayerShape(rows, plan.head_dim, plan.head_dim, whole=True)
     if latent is None:
         return LayerShape(plan.kv_heads, plan.head_dim, values=plan.value_dim)
     return LayerShape(1, latent.rank + latent.common, latent.rank)

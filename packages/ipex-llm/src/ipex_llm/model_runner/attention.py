@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as a part of a program: with keys and values in the cache, with latents, or to a picture.
+"""Attention as a part of a program: with keys and values in the cache, with latents or rows, or to a picture.
 
 In latent attention, what is cached is the latent, and the projections from it are absorbed. A score of a head is
 ``q . (U c) = (U^T q) . c`` with the latent ``c``, so queries are projected to the latent once and meet it as it is;
@@ -10,6 +10,7 @@ and attention has many query heads to one key and value head.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from ipex_llm.arch import (
     PicturePlan,
 )
 from ipex_llm.arch.formulas import taps_of
+from ipex_llm.arch.parts import SharedRowPlan
 from ipex_llm.arch.reference import gates_of, picture_rows
+from ipex_llm.kv_cache import Step
 from ipex_llm.model_runner.dense import (
     Linear,
     UnsupportedPlan,
@@ -348,15 +351,7 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
     up: Any = latent.up
     check_latent(plan)
     plain = plan.head_dim - latent.common
-    quantized = isinstance(up, WoqLinearModule)
-    if quantized:  # small; products of single heads have no quantized form
-        weight = up.dequantize(store.dtype)
-        up.packed()
-        store.watch(up, "packed_weight", written=False)
-    else:
-        check_packable([up], store.device.type)
-        _unpack(up)
-        weight = up._parameters["weight"].detach().to(store.dtype)
+    weight, quantized = whole_weight(store, up)
     heads = weight.view(plan.heads, plain + latent.value_dim, latent.rank)
     keys = heads.new_zeros(plan.heads, latent.rank + latent.common, plain)
     keys[:, : latent.rank] = heads[:, :plain].transpose(1, 2)
@@ -368,6 +363,18 @@ def pack_latent(store: WeightStore, plan: AttentionPlan) -> Latent:
         store._replace(up, "weight", packed[0], part)
     query = None if latent.query is None else store.linear(latent.query)
     return Latent(*packed, query)
+
+
+def whole_weight(store: WeightStore, module: Any, multiplied: bool = False) -> tuple[Tensor, bool]:
+    """Return the weight of a linear layer that is cut into blocks, and whether it was quantized: blocks never are."""
+    if isinstance(module, WoqLinearModule):
+        weight = module.dequantize(store.dtype)
+        module.packed()
+        store.watch(module, "packed_weight", written=False)
+        return weight, True
+    check_packable([module], store.device.type, multiplied=multiplied)
+    _unpack(module)
+    return module._parameters["weight"].detach().to(store.dtype), False
 
 
 def pack_blocks(weights: Tensor) -> Tensor:
@@ -488,6 +495,125 @@ def _features(a: AttentionPlan) -> int:
     """Return how many features the queries are made of."""
     module: Any = a.qkv.modules[0]
     return int(module.out_features)
+
+
+# --- one row of a token that is key and value of all heads (DeepSeek V4) ----------------------------------------------
+#
+# The cache of a layer has several rows for a token: its key; with windows of tokens then the row of the window that
+# ends with it, and its values and gates. They are read as blocks of one row; a table names what a query attends to.
+
+#: Inputs of a program for windows of a kind, which `rows_of_step` gives; behind them is an integer.
+ROWS = ("slots", "values", "gates", "empty", "ends", "starts", "tables", "counts")
+
+
+def _joined(packed: Tensor, features: int, width: int, dtype: torch.dtype) -> Tensor:
+    unpack = torch.ops.ipex.unpack_linear_weight
+    return torch.cat([unpack(one, features, width, dtype) for one in packed])
+
+
+@torch.no_grad()
+def pack_shared(store: WeightStore, plan: SharedRowPlan) -> tuple[Linear, Tensor, int]:
+    """Return packed the layer to queries, and of groups of heads ``[groups, bytes]`` and how many features each gives.
+
+    Raises:
+        UnsupportedPlan: They have no plain weight.
+    """
+    weight, quantized = whole_weight(store, plan.output, True)
+    blocks = weight.unflatten(0, (plan.groups, -1))
+    packed = pack_blocks(blocks)
+    if not quantized:
+        recover = functools.partial(_joined, packed, blocks.shape[1], blocks.shape[2], store.dtype)
+        store._replace(plan.output, "weight", packed, recover)
+    if plan.windows is not None:
+        store.watch(plan.windows.module, plan.windows.bias)
+    return store.linear(plan.query), packed, blocks.shape[1]
+
+
+def rows_of_step(kind: tuple[int, int, int], step: Step, size: int) -> list[Any]:
+    """Return the rows of a cache with blocks of so many tokens that new tokens read and write, as `ROWS`.
+
+    These are slots of each token, but for the row of a window; of each window that ends slots of values and gates, what
+    is added to gates, its own slot and first position; then which rows each token attends to, and how many it and any.
+    """
+    rate, rows, window = kind
+    starts, lengths, tables = (one.long() for one in (step.starts, step.lengths, step.tables))
+    text = torch.arange(len(lengths)).repeat_interleave(starts.diff())
+    place = torch.arange(len(text)) + (lengths - starts[1:])[text]
+
+    def slots(text: Tensor, place: Tensor, row: Tensor | int) -> Tensor:
+        return ((tables[text, place // size] * rows + row) * size + place % size).flatten()
+
+    texts, places = text[:, None], place[:, None]
+    written = slots(texts, places, torch.tensor([0, *range(2, rows)]))
+    ends, of = places[(place + 1) % rate == 0], texts[(place + 1) % rate == 0]
+    every = torch.arange(rate * (rows // 2 - 1))
+    read = ends - every.flip(0)
+    values = slots(of, torch.where(read < 0, ends, read), 2 + every // rate)
+    empty = torch.where(read < 0, -1e30, 0.0).unsqueeze(-1)
+    near = places.clamp(max=window) + 1
+    counts = near + (places + 1) // rate
+    column = torch.arange(int(counts.max()))
+    at = torch.where(column < near, places - column, (column - near + 1) * rate - 1)
+    seen = slots(texts, at.clamp_min(0).minimum(places), (column >= near).long()).int()
+    of_windows = values, values + (rows // 2 - 1) * size, empty, slots(of, ends, 1)
+    attended = seen.view(len(text), -1), counts.flatten().int(), len(column)
+    return [written, *of_windows, ends.flatten() + 1 - rate, *attended]
+
+
+def write_shared(
+    writer: Any, index: int, a: AttentionPlan, rows: Register, weights: tuple[Linear, Tensor, int]
+) -> Register:
+    """Write an attention for rows of `a.qkv` and weights of `pack_shared`; return what the output projection reads."""
+    b, shared, size, rope = writer.b, a.shared, a.head_dim, a.rope
+    assert shared and rope and a.query_norm and a.key_norm
+    reshape: Any = functools.partial(b.call, "reshape")
+    first = shared.query_norm.module.get_parameter("weight").numel()
+    low = writer.norm(shared.query_norm, b.call("narrow", rows, 1, 0, first))
+    q = writer.norm(a.query_norm, reshape(writer.linear(weights[0], low), [0, a.heads, size]))
+    key = writer.norm(a.key_norm, b.call("narrow", rows, 1, first, size))
+
+    def turn(x: Register, places: Register, other: Register | None = None, way: int = 0) -> None:
+        cos, sin = writer.ropes[repr(a.ropes[way])]
+        if other is None:
+            other = b.call("narrow", b.call("empty_like", x), 1, 0, 1)
+        ends = (b.call("narrow", one, 2, size - rope.dim, rope.dim) for one in (x, other))
+        b.call("rotary_embedding", *ends, sin, cos, rope.dim, rope.half, places)
+
+    turn(q, writer.positions, reshape(key, [0, 1, size]))
+    out, cache = b.call("empty_like", q), writer.caches[index][0]
+    if shared.windows is None:
+        row, scales = reshape(key, [0, 1, size]), writer.scales_of(index)
+        b.call("reshape_and_cache", row, row, cache, cache, writer.slots, **scales)
+        attend(writer, index, a, out, q)
+    else:
+        slots, values, gates, empty, ends, starts, *seen = writer.windows[a.windows]
+        bias, wide = shared.windows.biases(size), torch.float32
+        flat = reshape(cache, [-1, 1, 1, size])
+        both = b.call("narrow", rows, 1, first + size, 2 * len(bias) // shared.windows.rate * size)
+        row = reshape(b.call("cat", [key, both], 1), [-1, 1, size])
+        b.call("reshape_and_cache", row, row, flat, flat, slots)
+        values, gates = (
+            reshape(b.call("select_rows", reshape(cache, [-1, size]), one), [-1, *bias.shape])
+            for one in (values, gates)
+        )
+        inputs = [gates, b.constant(bias.unsqueeze(0)), empty]
+        gates = pointwise(b, inputs, [], [("add", 0, 1), ("add", 3, 2)], wide)
+        inputs = [gates, b.call("amax", gates, [1], True)]
+        gates = pointwise(b, inputs, [], [("sub", 0, 1), ("exp", 2)], wide)
+        total = pointwise(b, [gates, values], [], [("mul", 0, 1)], wide)
+        inputs = [b.call("sum", one, [1], False) for one in (total, gates)]
+        row = pointwise(b, inputs, [], [("div", 0, 1)], writer.e.store.dtype)
+        row = reshape(writer.norm(shared.windows.norm, row), [0, 1, size])
+        turn(row, starts)
+        b.call("reshape_and_cache", row, row, flat, flat, ends)
+        sinks = None if a.sinks is None else b.constant(a.sinks.detach().float())
+        given = out, q, flat, flat, None, a.scale, *seen[:2], 1, seen[2], None
+        b.call("single_query_cached_kv_attention", *given, sinks=sinks)
+    turn(out, writer.positions, way=1)
+    y = b.call("transpose", reshape(out, [0, shared.groups, a.heads * size // shared.groups]), 0, 1)
+    y = b.call("bmm", y, b.constant(weights[1]), None, 1.0, weights[2])
+    result: Register = reshape(b.call("transpose", y, 0, 1), [0, shared.groups * weights[2]])
+    return result
 
 
 # --- layers that read a picture -------------------------------------------------------------------------------------

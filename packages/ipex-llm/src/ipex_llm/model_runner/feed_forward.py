@@ -287,7 +287,7 @@ def routing(
 ) -> tuple[Register, Register]:
     """Write which experts rows go to; return their weights and ids."""
     correction, b = mlp.correction_bias, writer.b
-    if mlp.scoring == "logits":
+    if mlp.scoring in ("logits", "softplus"):
         return _routing_by_logits(
             writer, mlp, b.call("cast", writer.linear(router, x), torch.float32)
         )
@@ -313,12 +313,18 @@ def routing(
 def _routing_by_logits(
     writer: Any, mlp: ExpertsPlan, logits: Register
 ) -> tuple[Register, Register]:
-    """Write which experts rows go to by their logits and a bias, with weights that are sigmoids of logits."""
-    b, correction = writer.b, mlp.correction_bias
-    assert correction is not None
-    biased = b.call("add", logits, b.constant(correction.detach().float()))
-    _, ids = b.call("moe_routing", biased, mlp.top_k, False)
-    weights = pointwise(b, [b.call("gather", logits, 1, ids)], [], [("sigmoid", 0)], torch.float32)
+    """Write which experts rows go to by a bias and their logits, or other scores, with weights made of these."""
+    b, correction, steps = writer.b, mlp.correction_bias, [("sigmoid", 0)]
+    if mlp.scoring == "softplus":
+        steps = [*_OPENINGS["softplus"], ("sqrt", len(_OPENINGS["softplus"]) + 1)]
+        logits, steps = pointwise(b, [logits, logits], [], steps, torch.float32), []
+    if mlp.table is None:
+        bias = torch.zeros(mlp.experts) if correction is None else correction.detach().float()
+        _, ids = b.call("moe_routing", b.call("add", logits, b.constant(bias)), mlp.top_k, False)
+    else:
+        ids = writer.chosen[id(mlp.table)]
+    weights = b.call("gather", logits, 1, ids)
+    weights = pointwise(b, [weights], [], steps, torch.float32) if steps else weights
     if mlp.renormalize:
         total = b.call("sum", weights, [1], True)
         weights = pointwise(b, [weights, total], [], [("div", 0, 1)], torch.float32)

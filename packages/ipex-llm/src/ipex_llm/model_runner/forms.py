@@ -107,56 +107,41 @@ def _groups(plan: DecoderPlan) -> Iterator[tuple[tuple[LinearPlan, ...], bool]]:
             yield (linear,), False
     for layer in plan.layers:
         latent, mlp = latent_of(layer.attention), layer.mlp
-        for linear in () if layer.attention is None else projections(layer.attention):
-            if linear.modules:
-                yield (linear,), False
-        yield from (((one,), False) for one in inner_linears(layer.attention))
-        if isinstance(layer.attention, AttentionPlan) and layer.attention.key_bias is not None:
-            yield (layer.attention.key_bias.linear,), False
-        if isinstance(layer.attention, AttentionPlan) and layer.attention.apart is not None:
-            apart = layer.attention.apart
-            yield from (((one,), False) for one in (apart.key, apart.value))
-        if isinstance(layer.attention, DeltaPlan):
-            yield from (((one,), False) for one in layer.attention.up or ())
-        if isinstance(layer.attention, SelectivePlan):
-            yield (layer.attention.middle,), False
-            yield (layer.attention.step,), False
-        for linear in () if layer.beside is None else projections(layer.beside):
-            yield (linear,), False
-        if layer.token_block is not None:
-            yield (layer.token_block.gate,), False
-            yield (layer.token_block.output,), False
-        if layer.low is not None:
-            yield (layer.low.first,), False
-            yield (layer.low.second,), False
-        if isinstance(layer.streams, StreamsPlan):
-            few = layer.streams
-            yield from (((one,), False) for one in (few.router, few.predict, few.correct))
-        for own in layer.streams if isinstance(layer.streams, tuple) else ():
-            if isinstance(own, GatedConnectionPlan):
-                yield from (((one,), False) for one in own.linears)
-        if isinstance(layer.streams, LayerMeansPlan) and layer.streams.messages is not None:
-            for gate in layer.streams.messages.gates:
-                yield from (((one,), False) for one in (gate.low, gate.gates))
-        if layer.ngrams is not None:
-            yield from (((one,), False) for one in (layer.ngrams.key, layer.ngrams.value))
+        own, block, streams = layer.attention, layer.token_block, layer.streams
+        singles = [*inner_linears(own)]
+        for part in (own, layer.beside):
+            singles += () if part is None else projections(part)
+        if isinstance(own, AttentionPlan) and own.key_bias is not None:
+            singles.append(own.key_bias.linear)
+        if isinstance(own, AttentionPlan) and own.apart is not None:
+            singles += own.apart.key, own.apart.value
+        if isinstance(own, DeltaPlan):
+            singles += own.up or ()
+        if isinstance(own, SelectivePlan):
+            singles += own.middle, own.step
+        singles += () if block is None else (block.gate, block.output)
+        singles += () if layer.low is None else (layer.low.first, layer.low.second)
+        if isinstance(streams, StreamsPlan):
+            singles += streams.router, streams.predict, streams.correct
+        for one in streams if isinstance(streams, tuple) else ():
+            singles += one.linears if isinstance(one, GatedConnectionPlan) else ()
+        if isinstance(streams, LayerMeansPlan) and streams.messages is not None:
+            singles += (one for gate in streams.messages.gates for one in (gate.low, gate.gates))
+        singles += () if layer.ngrams is None else (layer.ngrams.key, layer.ngrams.value)
         if layer.side is not None:
-            block = layer.side.mlp
-            others = *projections(layer.side.attention), layer.side.output
-            for linear in (*others, block.up, block.down, *(block.low or ())):
-                yield (linear,), False
+            inner = layer.side.mlp
+            singles += *projections(layer.side.attention), layer.side.output
+            singles += inner.up, inner.down, *(inner.low or ())
         if layer.picture is not None:
-            yield from (((one,), False) for one in linears_of(layer.picture))
+            singles += linears_of(layer.picture)
             yield from _groups_of(layer.picture.mlp)
         if latent is not None:
-            yield (LinearPlan((latent.up,)),), False
-            if latent.query is not None:
-                yield (latent.query,), False
-        dense = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
-        if isinstance(mlp, ExpertsPlan) and mlp.shared_gate is not None:
-            yield (LinearPlan((mlp.shared_gate,)),), False
+            singles += LinearPlan((latent.up,)), *(one for one in (latent.query,) if one)
         if isinstance(mlp, ExpertsPlan):
-            yield from (((one,), False) for one in (mlp.entry, mlp.exit) if one is not None)
+            gate = None if mlp.shared_gate is None else LinearPlan((mlp.shared_gate,))
+            singles += (one for one in (gate, mlp.entry, mlp.exit) if one)
+        yield from (((one,), False) for one in singles if one.modules)
+        dense = mlp.shared if isinstance(mlp, ExpertsPlan) else mlp
         if dense is not None:
             yield from _groups_of(dense)
 

@@ -25,9 +25,8 @@ from ipex_llm.arch import (
     ShiftPlan,
     WkvPlan,
 )
-from ipex_llm.arch.formulas import inner_linears, per_head
+from ipex_llm.arch.formulas import bias_of, inner_linears, per_head
 from ipex_llm.arch.reference import (
-    bias_of,
     fading,
     filter_of,
     rates_of,

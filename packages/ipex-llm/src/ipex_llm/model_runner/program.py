@@ -40,6 +40,7 @@ from ipex_llm.arch import (
 )
 from ipex_llm.arch.formulas import inner_linears, projections
 from ipex_llm.model_runner.attention import (
+    ROWS,
     Latent,
     LookInputs,
     Picture,
@@ -47,10 +48,12 @@ from ipex_llm.model_runner.attention import (
     pack_latent,
     pack_near,
     pack_picture,
+    pack_shared,
     short_convolution,
     write_attention,
     write_latent,
     write_picture,
+    write_shared,
 )
 from ipex_llm.model_runner.dense import (
     Linear,
@@ -84,11 +87,6 @@ from ipex_llm.model_runner.streams import (
 Tensor = torch.Tensor
 
 
-def rope_key(attention: AttentionPlan) -> str | None:
-    """Return a name that attentions with the same rotation share, or None without rotation."""
-    return None if attention.rope is None else repr(attention.rope)
-
-
 @dataclasses.dataclass
 class LayerWeights:
     """Packed weights of one layer."""
@@ -102,6 +100,7 @@ class LayerWeights:
     entry: Linear | None = None
     exit: Linear | None = None
     latent: Latent | None = None
+    shared: tuple[Linear, Tensor, int] | None = None
     mixer: Mixer | None = None
     beside: LayerWeights | None = None
     #: Of the attention and the mlp at the side, and what is behind them.
@@ -133,7 +132,8 @@ class Emitter:
     def __init__(self, plan: DecoderPlan, store: WeightStore) -> None:
         self.plan = plan
         self.store = store
-        self.ropes = list(dict.fromkeys(k for a in plan.attentions if (k := rope_key(a))))
+        self.ropes = list(dict.fromkeys(repr(one) for a in plan.attentions for one in a.ropes))
+        self.windows = list(dict.fromkeys(a.windows for a in plan.attentions if a.windows))
         temperatures = (a.temperature for a in plan.attentions)
         self.temperatures = list(dict.fromkeys(t for t in temperatures if t is not None))
         for layer in plan.layers:  # before anything is packed
@@ -193,6 +193,8 @@ class Emitter:
             packed.mixer = pack_mixer(store, attention)
         elif attention.latent is not None:
             packed.latent = pack_latent(store, attention)
+        elif attention.shared is not None:
+            packed.shared = pack_shared(store, attention.shared)
         elif attention.experts is not None:
             packed.heads = LayerWeights()
             self._pack_experts(packed.heads, attention.experts)
@@ -277,7 +279,8 @@ class Emitter:
         """Write a program.
 
         Its inputs are ``hidden`` [T, H] (embeddings of the tokens), with `DecoderPlan.token_rows` or layers that
-        read n-grams the rows of the tokens in their tables, ``positions`` [T], ``slots`` [T], ``tables``
+        read n-grams the rows of the tokens in their tables, with `DecoderPlan.tables` the experts of the tokens, with
+        windows of tokens what `rows_of_step` gives, ``positions`` [T], ``slots`` [T], ``tables``
         [B, M]; then ``lengths`` [B] (decode) or ``query_starts`` and ``key_starts`` [B + 1] (prefill); ``rows`` [R]
         with ``logits``; cosines and sines of each rotation; the factors on queries [T, 1, 1] of each temperature; the
         tensors of the cache layer by layer; the integers
@@ -302,46 +305,30 @@ class Emitter:
             for one, part in zip(self.gates[id(norm.module)], norm.gate or (), strict=True):
                 yield PackedLinear(one, (part,), False)
         for layer, packed in zip(self.plan.layers, self.layers, strict=True):
-            if packed.qkv is not None:
-                assert layer.attention is not None
-                yield PackedLinear(packed.qkv, (projections(layer.attention)[0],), False)
+            own, block, latent = layer.attention, layer.token_block, latent_of(layer.attention)
+            found: list[tuple[Any, Any]] = []
+            for weights, mixing in ((packed, own), (packed.beside, layer.beside)):
+                if weights is not None and mixing is not None:
+                    found += zip((weights.qkv, weights.output), projections(mixing), strict=True)
             if packed.apart is not None:
-                assert isinstance(layer.attention, AttentionPlan) and layer.attention.apart
-                apart = layer.attention.apart
-                for one, part in zip(packed.apart, (apart.key, apart.value), strict=True):
-                    yield PackedLinear(one, (part,), False)
-            if packed.output is not None:
-                assert layer.attention is not None
-                yield PackedLinear(packed.output, (projections(layer.attention)[1],), False)
+                assert isinstance(own, AttentionPlan) and own.apart is not None
+                found += zip(packed.apart, (own.apart.key, own.apart.value), strict=True)
             if packed.mixer is not None and packed.mixer.parts:
-                inner = inner_linears(layer.attention)
-                for one, part in zip(packed.mixer.parts, inner, strict=True):
-                    yield PackedLinear(one, (part,), False)
-            if isinstance(layer.attention, DeltaPlan) and layer.attention.up is not None:
-                assert packed.mixer is not None and packed.mixer.up is not None
-                for one, part in zip(packed.mixer.up, layer.attention.up, strict=True):
-                    yield PackedLinear(one, (part,), False)
-            if isinstance(layer.attention, SelectivePlan):
-                assert packed.mixer is not None and packed.mixer.middle is not None
-                yield PackedLinear(packed.mixer.middle, (layer.attention.middle,), False)
-            if packed.beside is not None:
-                assert layer.beside is not None and packed.beside.qkv and packed.beside.output
-                first, last = projections(layer.beside)
-                yield PackedLinear(packed.beside.qkv, (first,), False)
-                yield PackedLinear(packed.beside.output, (last,), False)
-            if packed.token_block is not None:
-                assert layer.token_block is not None
-                yield PackedLinear(packed.token_block[0], (layer.token_block.gate,), False)
-                yield PackedLinear(packed.token_block[1], (layer.token_block.output,), False)
-            latent = latent_of(layer.attention)
-            if packed.latent is not None and packed.latent.query is not None:
-                assert latent is not None and latent.query is not None
-                yield PackedLinear(packed.latent.query, (latent.query,), False)
+                found += zip(packed.mixer.parts, inner_linears(own), strict=True)
+            if packed.mixer is not None and isinstance(own, DeltaPlan):
+                found += zip(packed.mixer.up or (), own.up or (), strict=True)
+            if packed.mixer is not None and isinstance(own, SelectivePlan):
+                found.append((packed.mixer.middle, own.middle))
+            if block is not None:
+                found += zip(packed.token_block or (), (block.gate, block.output), strict=True)
+            if packed.latent is not None and latent is not None:
+                found.append((packed.latent.query, latent.query))
+            if packed.shared is not None:
+                found += zip(packed.shared[:1], inner_linears(own), strict=True)
             mlp = layer.mlp.shared if isinstance(layer.mlp, ExpertsPlan) else layer.mlp
-            if isinstance(layer.mlp, ExpertsPlan) and packed.entry and packed.exit:
-                assert layer.mlp.entry is not None and layer.mlp.exit is not None
-                yield PackedLinear(packed.entry, (layer.mlp.entry,), False)
-                yield PackedLinear(packed.exit, (layer.mlp.exit,), False)
+            if isinstance(layer.mlp, ExpertsPlan):
+                found += [(packed.entry, layer.mlp.entry), (packed.exit, layer.mlp.exit)]
+            yield from (PackedLinear(one, (part,), False) for one, part in found if one)
             if mlp is None:
                 continue
             yield PackedLinear(packed.mlp[-1], (mlp.down,), False)
@@ -407,6 +394,12 @@ class Writer:
         self.hidden = b.input("hidden")
         rows_of_tokens = self.plan.token_rows is not None or self.plan.ngrams
         self.tokens = b.input("rows of tokens") if rows_of_tokens else None
+        #: The experts of tokens, and what windows of tokens read and write.
+        self.chosen = {id(t): b.input(f"experts {i}") for i, t in self.plan.tables.items()}
+        self.windows = {
+            kind: (*(b.input(f"{n} {i}") for n in ROWS), b.input_int(f"most rows {i}"))
+            for i, kind in enumerate(emitter.windows)
+        }
         self.positions = b.input("positions")
         self.slots = b.input("slots")
         self.tables = b.input("tables")
@@ -804,6 +797,8 @@ class Writer:
             qkv = self.b.call("clamp", qkv, -a.clip_qkv, a.clip_qkv)
         if w.latent is not None:
             return write_latent(self, index, a, qkv, w.latent)
+        if w.shared is not None:
+            return write_shared(self, index, a, qkv, w.shared)
         y = write_attention(self, index, a, qkv, w.key_bias, w.near)
         return y if a.output_norm is None else self.norm(a.output_norm, y)
 

@@ -103,20 +103,21 @@ def write_ngrams(
 
 def connect(
     writer: Any, plan: Connection, weights: tuple[Linear, ...], streams: Register
-) -> tuple[Register, Register | None]:
-    """Write what a block reads of streams ``[T, count, H]``, and factors ``[T, count or 0, 1]`` on what it gives."""
+) -> tuple[Register, Register | None, Register | None]:
+    """Write what a block reads of streams ``[T, count, H]``, and factors ``[T, count or 0, 1]`` on what it gives.
+
+    Behind them a matrix that mixes streams, or None.
+    """
     if isinstance(plan, GatedConnectionPlan):
-        return _gate(writer, plan, weights, streams)
-    b, count, numbers = writer.b, plan.count, plan.numbers
-    size, wide = writer.plan.hidden_size, len(numbers[1])
+        return *_gate(writer, plan, weights, streams), None
+    b, count, numbers = writer.b, plan.count, [*map(writer.b.constant, plan.numbers)]
+    size, wide = writer.plan.hidden_size, len(plan.numbers[1])
     flat = b.call("reshape", streams, [0, count * size])
     flat = b.call("rms_norm", flat, None, plan.norm_eps, 0.0)
-    rows = writer.linear(weights[0], flat)
-    sizes = torch.ones(wide)
-    sizes[count:] = plan.magnitude
-    steps = [("mul", 0, 1), ("add", 5, 2), ("sigmoid", 6), ("mul", 7, 3), ("add", 8, 4)]
-    inputs = [rows, *map(b.constant, (*numbers, sizes))]
-    factors = pointwise(b, inputs, [plan.eps], steps, torch.float32)
+    inputs = [writer.linear(weights[0], flat), *numbers[:2]]
+    rows = pointwise(b, inputs, [], [("mul", 0, 1), ("add", 3, 2)], torch.float32)
+    steps = [("sigmoid", 0), ("mul", 3, 1), ("add", 4, 2)]
+    factors = pointwise(b, [rows, *numbers[2:]], [], steps, torch.float32)
     factors = b.call("reshape", factors, [0, wide, 1])
     parts = [b.call("narrow", x, 1, i, 1) for x in (factors, streams) for i in range(count)]
     steps = [("mul", 0, count)]
@@ -124,8 +125,31 @@ def connect(
         value = 2 * count + len(steps)
         steps += [("mul", i, count + i), ("add", value - 1, value)]
     row = pointwise(b, parts, [], steps, writer.e.store.dtype)
-    behind = b.call("narrow", factors, 1, count, wide - count)
-    return b.call("reshape", row, [0, size]), behind
+    behind = b.call("narrow", factors, 1, count, min(count, wide - count))
+    matrix = None
+    if plan.rounds:
+        matrix = b.call("narrow", rows, 1, 2 * count, count * count)
+        matrix = b.call("softmax", b.call("reshape", matrix, [0, count, count]))
+        matrix = b.call("add", matrix, plan.eps)
+        for dim in (1, *(2, 1) * (plan.rounds - 1)):
+            inputs = [matrix, b.call("sum", matrix, [dim], True)]
+            steps = [("add", 1, 2), ("div", 0, 3)]
+            matrix = pointwise(b, inputs, [plan.eps], steps, torch.float32)
+    return b.call("reshape", row, [0, size]), behind, matrix
+
+
+def _added(writer: Any, streams: Register, matrix: Register | None, *given: Register) -> Register:
+    """Write streams, mixed by a matrix, with factors on what a block gives, and that ``[T, 1, H]``."""
+    b, dtype, count = writer.b, writer.e.store.dtype, writer.plan.streams.count
+    if matrix is None:
+        return pointwise(b, [streams, *given], [], [("mul", 1, 2), ("add", 0, 3)], dtype)
+    parts = [b.call("narrow", x, 1, i, 1) for x in (streams, matrix) for i in range(count)]
+    parts[count:] = (b.call("transpose", one, 1, 2) for one in parts[count:])
+    value = 2 * count + 2
+    steps = [("mul", value - 2, value - 1)]
+    for i in range(count):
+        steps += [("mul", i, count + i), ("add", value + 2 * i, value + 2 * i + 1)]
+    return pointwise(b, [*parts, *given], [], steps, dtype)
 
 
 def _write_connected(
@@ -137,7 +161,7 @@ def _write_connected(
         streams = write_ngrams(writer, index, layer.ngrams, w.ngrams, streams)
     parts = zip(layer.streams, w.streams, (layer.input_norm, layer.mlp_norm), strict=True)
     for place, (plan, weights, norm) in enumerate(parts):
-        h, factors = connect(writer, plan, weights, streams)
+        h, factors, matrix = connect(writer, plan, weights, streams)
         assert factors is not None
         x = h if norm is None else writer.norm(norm, h)
         after = layer.post_mlp_norm if place else layer.post_attention_norm
@@ -147,8 +171,7 @@ def _write_connected(
             y = writer.attention(index, attention, w, x)
             y = y if w.output is None else writer.linear(w.output, y)
         y = b.call("reshape", y if after is None else writer.norm(after, y), [0, 1, size])
-        steps = [("mul", 1, 2), ("add", 0, 3)]
-        streams = pointwise(b, [streams, factors, y], [], steps, writer.e.store.dtype)
+        streams = _added(writer, streams, matrix, factors, y)
     return streams
 
 

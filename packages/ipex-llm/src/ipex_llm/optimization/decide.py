@@ -264,11 +264,12 @@ def decide(model: nn.Module, request: Request, form: Form | None = None) -> Deci
 
 def _reason_on_device(plan: DecoderPlan) -> str | None:
     """Return why a plan has no programs on a device, None if it has some."""
-    if plan.pictures:
-        return "on xpu, layers that read pictures have no program"
-    if plan.parallel is not None:
-        return "on xpu, a divided model has no program"
-    return None
+    known = (
+        (any(a.shared for a in plan.attentions), "attention with one row for all heads has"),
+        (plan.pictures, "layers that read pictures have"),
+        (plan.parallel, "a divided model has"),
+    )
+    return next((f"on xpu, {what} no program" for found, what in known if found), None)
 
 
 def _pair(
@@ -343,10 +344,13 @@ def _form(choice: Choice | None) -> Form:
 def _fitting(plan: DecoderPlan, request: Request) -> KVCacheScales | None:
     """Return the scales if the plan has as many layers; if not, raise if they were given, or return None."""
     scales = request.kv_scales
+    if request.kv is not None and any(a.windows for a in plan.attentions):
+        what = "None for a model that caches rows of windows of tokens"
+        raise OpArgumentError(f"optimize: kv_cache_dtype must be {what}, got {request.kv}")
     if scales is None:
         return None
     reason = None
-    if any(attention.latent is not None for attention in plan.attentions):
+    if any(a.latent is not None or a.shared is not None for a in plan.attentions):
         reason = "be None for a model that caches latents"
     elif plan.has_states:
         reason = "be None for a model with layers that keep a state"

@@ -347,7 +347,8 @@ class DecoderMixin(nn.Module):
         assert first is not None
         if first.numel() == 0 or first.dim() != (2 if embeds is None else 3):
             raise Reason("the input is empty or of another shape")
-        if embeds is not None and (runner.plan.token_rows is not None or runner.plan.ngrams):
+        plan = runner.plan
+        if embeds is not None and (plan.token_rows is not None or plan.ngrams or plan.tables):
             raise Reason("inputs_embeds of a model whose layers read the tokens")
         if embeds is not None and runner.plan.embedding_scale != 1.0:
             raise Reason("inputs_embeds of a model that scales its embeddings")

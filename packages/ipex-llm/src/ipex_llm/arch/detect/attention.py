@@ -121,7 +121,7 @@ def keys_of_indexer(indexer: Any) -> int:
     blocks = getattr(indexer, "topk_blocks", 0) * getattr(indexer, "block_size", 0)
     blocks = blocks or getattr(indexer, "token_budget", 0)
     most = getattr(indexer, "index_topk", blocks)
-    return most if isinstance(most, int) else 0
+    return most * getattr(indexer, "compress_rate", 1) if isinstance(most, int) else 0
 
 
 def own_linears(trace: Trace, attention: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -663,9 +663,6 @@ def _settle(
 
     plan = settled(trace, attention, candidates(), error, expected, sure=len(hint))
     return plan
-
-
-# --- latent attention: queries, keys and values from rows of low rank (DeepSeek) ------------------------------------
 
 
 def reads_picture(trace: Trace, layer: nn.Module) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention of a layer: keys and values of all heads are made of one row of a token, which the cache keeps."""
+"""Latent attention of a layer: keys and values of all heads are made of one row of a token, or are this row."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from ipex_llm.arch.detect.attention import (
     window_of,
 )
 from ipex_llm.arch.detect.parts import (
+    eps_of,
     linear_plan,
     match_norm,
     match_ropes,
@@ -44,6 +45,7 @@ from ipex_llm.arch.detect.trace import (
     settled,
 )
 from ipex_llm.arch.formulas import rotate, run_norm
+from ipex_llm.arch.parts import SharedRowPlan, WindowsPlan
 from ipex_llm.arch.reference import attend
 
 Tensor = torch.Tensor
@@ -233,4 +235,74 @@ def _in_halves(plan: AttentionPlan, rotary: int) -> AttentionPlan:
     return dataclasses.replace(plan, qkv=dataclasses.replace(plan.qkv, order=order), latent=latent)
 
 
-# --- layers that read a picture: attention to its rows and a dense block, each behind a gate (Llama 3.2 Vision) ------
+# --- one row of a token that is key and value of all heads, beside rows of windows (DeepSeek V4) ----------------------
+
+
+_SHARED = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")
+
+
+def is_shared(attention: nn.Module) -> bool:
+    """Return whether tokens have one row that is key and value of all heads."""
+    return all(hasattr(attention, name) for name in _SHARED)
+
+
+def _windows(trace: Trace, module: Any, like: NormPlan) -> WindowsPlan | None:
+    """Return what makes rows of windows, None without; it may give nothing of the observed tokens."""
+    if module is None:
+        return None
+    own = module.named_parameters(recurse=False)
+    names = [name for name, p in own if p.ndim == 2 and len(p) == module.compress_rate]
+    norms = [m for m in module.children() if is_norm(m)]
+    if len(names) != 1 or len(norms) != 1 or type(norms[0]) is not type(like.module):
+        raise trace.error(module, "makes rows of windows in a way that is not understood")
+    norm = dataclasses.replace(like, module=norms[0], eps=eps_of(norms[0])[0])
+    return WindowsPlan(module, names[0], norm, module.compress_rate)
+
+
+def match_shared(
+    trace: Trace, config: Config, decoder: nn.Module, attention: Any, index: int
+) -> AttentionPlan:
+    """Return the plan of the attention of layer `index`.
+
+    Raises:
+        MatchError: A part is not understood, or no candidate gives what the module gave.
+    """
+    first, second, row, blocks, last = (getattr(attention, name) for name in _SHARED)
+    compressor, width = getattr(attention, "compressor", None), trace.output(row).shape[-1]
+    own = [first, row]
+    if compressor is not None:
+        own += [compressor.kv_proj, compressor.gate_proj]
+    norms = [m for m in attention.children() if is_norm(m) and trace.ran(m)]
+    read = [trace.outputs[first], trace.outputs[row]]
+    found = [m for x in read for m in norms if same(trace.inputs[m], x)]
+    found += [m for m in norms if m not in found]
+    inside = () if compressor is None else set(compressor.modules())
+    count = sum(m not in inside for _, m in linears(attention, trace))
+    alike = all(same(trace.input(m), trace.input(first)) for m in own)
+    if not alike or [len(found), count] != [3, 5] or blocks.bias is not None:
+        raise trace.error(attention, "makes its rows in a way that is not understood")
+    low_norm, key_norm, query_norm = (match_norm(trace, m) for m in found)
+    windows, groups = _windows(trace, compressor, key_norm), trace.inputs[blocks].shape[-2]
+    base = AttentionPlan(
+        *(LinearPlan(tuple(own)), linear_plan(last)),
+        *(trace.output(second).shape[-1] // width, 1, width, width**-0.5),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        window=int(attention.sliding_window) - 1,
+        sinks=sinks_of(attention),
+        shared=SharedRowPlan(linear_plan(second), low_norm, blocks, groups, windows),
+    )
+    rows, expected = torch.cat([trace.output(m) for m in own], dim=-1), trace.input(last)
+    kinds = getattr(attention, "rope_layer_type", None), *config.get("rope_parameters", default=())
+    scales = scales_of(config, attention, width, index)
+    plans = (
+        dataclasses.replace(base, rope=rope, scale=scale)
+        for kind in dict.fromkeys(kinds)
+        for rope in match_ropes(trace, config, decoder, attention, kind, width)
+        for scale in scales
+    )
+
+    def error(plan: AttentionPlan) -> float:
+        return distance(attend(plan, rows), expected)
+
+    return settled(trace, attention, plans, error, expected)

@@ -27,7 +27,7 @@ from ipex_llm.arch.detect.attention import (
     match_attention,
     match_head_experts,
 )
-from ipex_llm.arch.detect.latent import is_latent, match_latent
+from ipex_llm.arch.detect.latent import is_latent, is_shared, match_latent, match_shared
 from ipex_llm.arch.detect.means import layer_with_means, means_of
 from ipex_llm.arch.detect.mixer import find_mixer, match_mixer
 from ipex_llm.arch.detect.parts import (
@@ -241,6 +241,8 @@ def match_layer(
         module, attention = mixer, match_mixer(trace, config, mixer)
     elif is_latent(module):
         attention = match_latent(trace, config, decoder, module, index)
+    elif is_shared(module):
+        attention = match_shared(trace, config, decoder, module, index)
     elif has_head_experts(module):
         attention = match_head_experts(trace, config, decoder, module, index)
     else:

@@ -24,6 +24,7 @@ from ipex_llm.arch.detect.trace import (
     LENGTH,
     Config,
     Trace,
+    added_by,
     distance,
     experts_of_all,
     gain_of,
@@ -33,6 +34,8 @@ from ipex_llm.arch.detect.trace import (
     linears,
     same,
     settle,
+    stacked_weights,
+    table_of,
     tolerance,
 )
 from ipex_llm.arch.formulas import (
@@ -43,7 +46,7 @@ from ipex_llm.arch.formulas import (
     in_order,
     run_norm,
 )
-from ipex_llm.arch.reference import run_experts, run_routed
+from ipex_llm.arch.reference import of_tokens, run_experts, run_routed
 
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _EPS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
@@ -511,19 +514,6 @@ def _flat(trace: Trace, block: nn.Module, hidden: int) -> _Weights | None:
     return _Weights(owner, gate, down, experts, sizes=(gate.shape[0] // experts,), up=up)
 
 
-def stacked_weights(block: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weights of all experts in the two parts of a block that have them (Granite MoE), or None."""
-    parts = (getattr(block, name, None) for name in ("input_linear", "output_linear"))
-    first, last = (getattr(part, "weight", None) for part in parts)
-    return first, last
-
-
-def added_by(block: nn.Module, hidden: int) -> tuple[nn.Module, str] | None:
-    """Return module and name of a parameter that a block with experts adds to what they give (JetMoE), or None."""
-    bias = block._parameters.get("bias")
-    return (block, "bias") if bias is not None and list(bias.shape) == [hidden] else None
-
-
 def top_k_of(trace: Trace, block: nn.Module, owners: Sequence[Any]) -> int:
     """Return to how many experts a token goes.
 
@@ -638,7 +628,7 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
     shared, shared_gate = (None, None) if always else _shared(trace, block)
     inside = [module for owner in owners[:2] if owner is not None for module in owner.modules()]
     bias = _find([*owners[:3], *inside], "e_score_correction_bias", "expert_bias")
-    scorings = ["softmax", "sigmoid"]
+    scorings = ["softplus"] * hasattr(router, "score_fn") + ["softmax", "sigmoid"]
     if always is not None and not isinstance(bias, Tensor):
         raise trace.error(block, "has experts that all tokens go to, and no bias for the choice")
     if always is None and isinstance(bias, Tensor) and _adds_to_logits(outer, router, bias, top_k):
@@ -695,12 +685,14 @@ def match_experts(trace: Trace, config: Config, block: nn.Module) -> ExpertsPlan
         exit=last,
         expert_scales=scales if isinstance(scales, Tensor) else None,
         added=added_by(block, hidden),
+        table=table_of(router, top_k),
     )
     names_of_scale = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
     scale = float(_find(owners, *names_of_scale) or 1.0)
     candidates = _expert_candidates(plan, weights, names, scorings, scale)
 
     def error(candidate: ExpertsPlan) -> float:
+        candidate = of_tokens(candidate, trace.ids)
         if routed is not None:
             return distance(run_routed(candidate, x, routed), expected)
         return distance(run_experts(candidate, x), expected)

@@ -43,13 +43,13 @@ from ipex_llm.arch.formulas import (
     add_ngrams,
     add_to_streams,
     as_long_as,
+    close_streams,
     connect,
     correct_streams,
     ngram_rows,
     predict_streams,
 )
 from ipex_llm.arch.parts import Connection
-from ipex_llm.arch.reference import close_streams
 
 Tensor = torch.Tensor
 
@@ -187,8 +187,8 @@ def _numbers_of(trace: Trace, module: nn.Module) -> tuple[str, str, str, int] | 
         return None
     count, width = read.shape[2], read.shape[2] * read.shape[3]
     own = [(name, list(p.shape)) for name, p in module.named_parameters(recurse=False)]
-    for halves in (1, 2):
-        shapes = [halves * count, width], [halves * count], [halves]
+    for rows, halves in ((count, 1), (2 * count, 2), ((2 + count) * count, 3)):
+        shapes = [rows, width], [rows], [halves]
         names = [[name for name, found in own if found == shape] for shape in shapes]
         if [*map(len, names)] == [1, 1, 1]:
             (weight,), (base,), (scale,) = names
@@ -249,20 +249,23 @@ def match_connection(trace: Trace, module: nn.Module, row: Tensor) -> Connection
         names = _numbers_of(trace, module)
         assert names is not None
         count = names[-1]
-        if len(getattr(module, names[0])) == 2 * count:
+        wide = len(getattr(module, names[0]))
+        if wide > count:
             factors = trace.output(module)
         values = [float(v) for v in vars(module).values() if isinstance(v, (int, float)) and v]
+        rounds = int(getattr(module, "hc_sinkhorn_iters", 0)) if wide > 2 * count else 0
         plans = (
-            ConnectionPlan(module, *names, norm_eps, eps, magnitude)
+            ConnectionPlan(module, *names, norm_eps, eps, magnitude, rounds)
             for norm_eps in eps_of(module)
             for eps in [v for v in values if v < 1e-2] or [0.0]
-            for magnitude in (values if factors.ndim else (0.0,))
+            for magnitude in ([*values, 2.0] if factors.ndim else (0.0,))
         )
     streams = _side_by_side(trace.inputs[module], count)
 
     def error(plan: Connection) -> float:
         found, given = connect(plan, streams)
-        return max(distance(found, row), distance(given, factors) if factors.ndim else 0.0)
+        off = distance(given[:, :count], factors) if factors.ndim else 0.0
+        return max(distance(found, row), off)
 
     return settled(trace, module, plans, error, row)
 

@@ -400,3 +400,22 @@ def experts_of_all(block: nn.Module) -> tuple[nn.Module | None, int]:
         if name.startswith("shared") and all(p is not None and p.ndim == 3 for p in parts):
             return child, len(child.get_parameter("down_proj"))
     return None, 0
+
+
+def table_of(router: nn.Module, top_k: int) -> Tensor | None:
+    """Return the experts of each token if a router has a table of them, ``[vocab, top_k]`` (DeepSeek V4), or None."""
+    integers = (t for t in router.buffers(recurse=False) if not t.is_floating_point())
+    return next((t for t in integers if t.ndim == 2 and t.shape[1] == top_k), None)
+
+
+def stacked_weights(block: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weights of all experts in the two parts of a block that have them (Granite MoE), or None."""
+    parts = (getattr(block, name, None) for name in ("input_linear", "output_linear"))
+    first, last = (getattr(part, "weight", None) for part in parts)
+    return first, last
+
+
+def added_by(block: nn.Module, hidden: int) -> tuple[nn.Module, str] | None:
+    """Return module and name of a parameter that a block with experts adds to what they give (JetMoE), or None."""
+    bias = block._parameters.get("bias")
+    return (block, "bias") if bias is not None and list(bias.shape) == [hidden] else None

@@ -277,9 +277,10 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
     for name, value in _values(config).items():
         if sizes.active and _is_sizes(name, value):  # of each layer
             setattr(config, name, [sizes.dim(one) for one in value])
-        if isinstance(value, float) and re.search(
-            "swiglu_limit|clip_threshold", name
-        ):  # within reach
+        if name == "compress_rates":  # tokens of a window in layers of a kind (DeepSeek V4)
+            setattr(config, name, {kind: min(rate, 8) for kind, rate in value.items()})
+        limits = "swiglu_limit|clip_threshold"
+        if isinstance(value, float) and re.search(limits, name):  # within reach
             setattr(config, name, min(value, 0.5))
         if not _integer(value) or value < 2 or name in _LAYERS:
             continue
@@ -290,7 +291,12 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
             new = min(value, POSITIONS)
         elif name == "log_scaling_n_floor":
             new = min(value, 24)
-        elif name in ("n_layers_per_attn_res_block", "loop_num_passes"):
+        elif name in (
+            "n_layers_per_attn_res_block",
+            "loop_num_passes",
+            "heads_per_ngram",
+            "hc_sinkhorn_iters",
+        ):
             new = min(value, 2)
         elif name.startswith(_LOOP):
             continue
@@ -304,8 +310,6 @@ def _shrink(config: Any, unknown: bool, outer: _Sizes | None = None) -> None:
             new = min(value, 40 if name in ("index_topk", "keep_window_size") else 6)
         elif name in ("indexer_budget", "indexer_compress_ratio"):  # a multiple of the other
             new = 40 if name == "indexer_budget" else math.gcd(value, 4)
-        elif name == "heads_per_ngram":
-            new = min(value, 2)
         elif name == "num_expert_group":  # what `n_group` is called in files of Kimi and Ling
             new = 2
         elif _IS_TOP.search(name) and value <= 64 and "index" not in name:
@@ -387,6 +391,8 @@ def _rope(parameters: dict[str, Any], sizes: _Sizes) -> dict[str, Any]:
             value = _rope(value, sizes)
         elif name == "original_max_position_embeddings":
             value = min(value, 24)
+        elif name == "partial_rotary_factor" and sizes.active:  # more than one pair
+            value = max(value, 4 / HEAD)
         elif isinstance(value, (list, tuple)) and sizes.active:
             if name == "mrope_section":
                 value = [2, 3, 3] if len(value) == 3 else value
@@ -475,6 +481,8 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             buffer.copy_(noise(buffer.shape, 0.3))  # of routers
         elif name.endswith("layer_scalar"):
             buffer.copy_(1.0 + noise(buffer.shape, 0.15))
+        elif name.endswith("tid2eid"):  # the experts of each token
+            buffer.copy_(torch.arange(buffer.numel()).view_as(buffer) % (buffer.shape[1] + 1))
     return model.eval()
 
 
