@@ -83,7 +83,8 @@ HOUSE: dict[str, tuple[Room, ...]] = {
         _room("device", "the device xpu in torch", "*"),
         _room(
             *("kernels", "calls of kernels"),
-            "_kernel _launch _attention _cache _choice _experts _int8 _optim _woq _fallback _times _ipex_ops _inline",
+            "_kernel _launch _attention _cache _choice _experts _int8 _optim _recurrence _woq _fallback "
+            "_times _ipex_ops _inline",
         ),
         _room("", "registration", "__init__ _autoload"),
     ),
