@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch.parts import (
     ConnectionPlan,
@@ -80,8 +80,6 @@ __all__ = [
     "gated_norms",
     "linear_modules",
 ]
-
-Tensor = torch.Tensor
 
 #: Activations by the names that the op ``linear`` takes; ``"gelu_quick"``, ``"relu2"`` and others have no fusion.
 Activation = str

@@ -7,13 +7,11 @@ import dataclasses
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import AttentionPlan, LinearPlan, MlpPlan, NormPlan
 
 __all__ = ["CrossPlan", "PairLayerPlan", "PairPlan", "PositionRows", "RelativeBias"]
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ipex_llm.arch import (
@@ -31,8 +31,6 @@ from ipex_llm.arch import (
     WkvPlan,
 )
 from ipex_llm.arch.parts import WindowsPlan
-
-Tensor = torch.Tensor
 
 #: Added to the scores of experts that all tokens go to.
 ALWAYS = 1e4

@@ -7,9 +7,7 @@ import dataclasses
 from typing import Literal
 
 import torch
-from torch import nn
-
-Tensor = torch.Tensor
+from torch import Tensor, nn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

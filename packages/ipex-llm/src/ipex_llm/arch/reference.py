@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import ipex_core  # noqa: F401  (registers the ops)
@@ -75,8 +75,6 @@ from ipex_llm.arch.formulas import (
     window_rows,
 )
 from ipex_llm.arch.parts import SharedRowPlan
-
-Tensor = torch.Tensor
 
 
 def _head_norm(plan: AttentionPlan, norm: NormPlan | None, x: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.errors import IpexError
 from ipex_llm.engine.limits import check_positive, check_prompt
 from ipex_llm.engine.params import EngineStats, Pooling, PoolingParams, SamplingParams, StepOutput
 
 log = logging.getLogger("ipex")
-
-Tensor = torch.Tensor
 
 #: The attention of transformers that treats one row of tokens as several sequences.
 _NAME = "ipex_packed"

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_llm.model_runner.lora import Adapter, features_of
 from ipex_llm.records import record_of
 from ipex_quant.util.safetensors import CheckpointError, Entry, read_config, read_header, read_rows
-
-Tensor = torch.Tensor
 
 #: Largest rank and most adapters, where nothing else is said.
 MAX_RANK, MAX_LORAS = 64, 8

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ipex_llm.engine.params import PoolingParams, SamplingParams, TokenLogprobs
 
@@ -333,9 +334,6 @@ class Request:
 
 
 # -- The arguments of one forward pass for the requests of a step -----------------------------------------------------
-
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

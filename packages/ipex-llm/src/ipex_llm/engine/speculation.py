@@ -16,12 +16,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-import torch
+from torch import Tensor
 
 from ipex_llm.engine.limits import runner_of
 from ipex_llm.engine.request import BlockTables, Place, Request, choose
-
-Tensor = torch.Tensor
 
 Method = Literal["ngram", "draft_model"]
 

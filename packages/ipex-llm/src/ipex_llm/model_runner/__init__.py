@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.nn.rope import rope_frequencies
@@ -43,8 +44,6 @@ from ipex_llm.model_runner.program import Emitter, Mode
 from ipex_quant.kv_cache import KVCacheScales
 
 __all__ = ["Rope", "Runner"]
-
-Tensor = torch.Tensor
 
 #: Kinds of rotation whose angles depend on the length of the sequence.
 _BY_LENGTH = ("dynamic", "longrope")

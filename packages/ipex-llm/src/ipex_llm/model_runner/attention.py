@@ -14,7 +14,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.program import Register
 from ipex_llm.arch import (
@@ -42,9 +42,6 @@ from ipex_llm.model_runner.dense import (
 )
 from ipex_llm.model_runner.feed_forward import opened, pointwise, write_inner
 from ipex_quant.weight_only.linear import WoqLinearModule
-
-Tensor = torch.Tensor
-
 
 #: Elements behind a key with a bias: the bias and zeros, so that keys keep the alignment of their heads.
 BIAS_WIDTH = 16

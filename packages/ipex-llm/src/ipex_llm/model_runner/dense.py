@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core import nn as inn
 from ipex_core.module_swap.base import OptimizedModule, call, derive, has_hooks
@@ -41,7 +41,6 @@ from ipex_llm.model_runner import woq as _woq
 from ipex_llm.records import hooks_of, recorded
 from ipex_quant.weight_only.linear import WoqLinearModule
 
-Tensor = torch.Tensor
 #: Modules that have a parameter, and the name it has there.
 Owners = Sequence[tuple[nn.Module, str]]
 

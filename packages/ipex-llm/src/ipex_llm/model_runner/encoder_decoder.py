@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import FLOATS
 from ipex_core.program import Program, ProgramBuilder, Register
@@ -32,8 +32,6 @@ from ipex_llm.model_runner.feed_forward import GATES, check_mlp, write_inner
 from ipex_llm.model_runner.forms import check_forms
 
 __all__ = ["PairRunner", "unsupported_pair"]
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass

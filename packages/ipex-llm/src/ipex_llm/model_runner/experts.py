@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import ExpertsPlan
 from ipex_llm.model_runner import woq, woq_experts
@@ -25,7 +25,6 @@ _MIXED = "some experts are quantized, others are not"
 _DIFFERENT = "quantized experts have different formats"
 _ELSEWHERE = "the weights of the experts are no parameters of their module"
 
-Tensor = torch.Tensor
 Modules = tuple[nn.Module, ...]
 
 

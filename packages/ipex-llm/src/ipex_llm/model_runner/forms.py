@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import FLOATS
 from ipex_llm.arch import (
@@ -29,8 +29,6 @@ from ipex_llm.model_runner.attention import check_latent, latent_of, linears_of
 from ipex_llm.model_runner.dense import DIFFERENT, MIXED, UnsupportedPlan, check_packable
 from ipex_llm.model_runner.experts import check_experts
 from ipex_llm.model_runner.feed_forward import GATES, check_activation, check_mlp, together
-
-Tensor = torch.Tensor
 
 #: Activations that ``fused_experts`` computes.
 _EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "softcaps")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.program import Register
 from ipex_core.program.builtins import POINTWISE
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ipex_llm.model_runner.dense import Linear
 
 __all__ = ["Adapter", "LoraSites", "PackedLinear", "features_of"]
-
-Tensor = torch.Tensor
 
 #: Rows of gate and up that alternate in a packed pair.
 _PANEL = 32

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.program import Register
 from ipex_llm.arch import (
@@ -38,8 +39,6 @@ from ipex_llm.kv_cache import StateShape
 from ipex_llm.model_runner.attention import pack_blocks
 from ipex_llm.model_runner.dense import Linear, WeightStore
 from ipex_llm.model_runner.feed_forward import opened, pointwise
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

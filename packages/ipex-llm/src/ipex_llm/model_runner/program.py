@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ipex_core.packing.parameter import PackedWeight
 from ipex_core.program import Program, ProgramBuilder, Register
@@ -83,8 +84,6 @@ from ipex_llm.model_runner.streams import (
     write_low_rank,
     write_streams,
 )
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass

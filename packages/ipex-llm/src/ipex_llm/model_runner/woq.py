@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ipex_core.module_swap.base import restore_class, swap
 from ipex_core.woq import deinterleave_gate_up
@@ -15,8 +16,6 @@ from ipex_llm.records import record_of, update
 from ipex_quant import combine_linears
 from ipex_quant.weight.tensor import QuantizedWeight, unpack
 from ipex_quant.weight_only.linear import WoqLinearModule
-
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.library.spec import FLOATS, check
 from ipex_core.module_swap.base import swap
@@ -28,7 +28,6 @@ from ipex_quant import QConfigWoq, QuantizedWeight
 from ipex_quant.weight.tensor import absent_keys, packable_group, saved_tensors, saved_weight
 from ipex_quant.weight_only.build import quantized
 
-Tensor = torch.Tensor
 #: In front of the name of a parameter in state dicts: transformers rewrites entries with the names of parameters.
 SAVED = "woq_"
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2")

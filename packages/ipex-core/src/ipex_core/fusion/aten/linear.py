@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional
 
 from ipex_core.fusion import ACTIVATIONS
@@ -82,8 +82,6 @@ def _with_casts(match: Activation) -> Activation:
 
 
 ipex = torch.ops.ipex
-
-Tensor = torch.Tensor
 
 _OP = "ipex::linear"
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)

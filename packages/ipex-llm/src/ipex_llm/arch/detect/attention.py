@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import (
     AttentionPlan,
@@ -65,7 +65,6 @@ from ipex_llm.arch.reference import (
     with_shared_rows,
 )
 
-Tensor = torch.Tensor
 Opening = Literal["sigmoid", "softplus"]
 
 ATTENTION_NAMES = ("self_attn", "self_attention", "attention", "attn", "norm_attn_norm")

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import (
     AttentionPlan,
@@ -64,8 +64,6 @@ from ipex_llm.arch.detect.trace import (
 )
 from ipex_llm.arch.formulas import activate, position_rows
 from ipex_llm.arch.reference import rows_of_table
-
-Tensor = torch.Tensor
 
 
 def _config(trace: Trace, decoder: nn.Module, layers: nn.ModuleList) -> Config:

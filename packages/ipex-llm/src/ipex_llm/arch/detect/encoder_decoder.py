@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import AttentionPlan, LinearPlan, NormPlan
 from ipex_llm.arch.detect.attention import scales_of
@@ -41,8 +41,6 @@ from ipex_llm.arch.encoder_decoder import (
 )
 
 __all__ = ["is_pair", "match_pair"]
-
-Tensor = torch.Tensor
 
 #: Rows that stand for the encoder's.
 ROWS = 5

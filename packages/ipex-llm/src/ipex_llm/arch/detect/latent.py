@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import (
     AttentionPlan,
@@ -47,9 +47,6 @@ from ipex_llm.arch.detect.trace import (
 from ipex_llm.arch.formulas import rotate, run_norm
 from ipex_llm.arch.parts import SharedRowPlan, WindowsPlan
 from ipex_llm.arch.reference import attend
-
-Tensor = torch.Tensor
-
 
 _DOWN = re.compile(r"^kv_a_proj(_with_mqa)?$")
 _UP = re.compile(r"^kv_b_proj$")

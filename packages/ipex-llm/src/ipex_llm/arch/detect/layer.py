@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import (
     AttentionPlan,
@@ -59,8 +59,6 @@ from ipex_llm.arch.detect.trace import (
     tolerance,
 )
 from ipex_llm.arch.formulas import in_order, projections
-
-Tensor = torch.Tensor
 
 
 def _holders(trace: Trace) -> list[tuple[str, nn.Module, nn.ModuleList]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import (
     ApartPlan,
@@ -54,8 +54,6 @@ from ipex_llm.arch.formulas import (
     taps_of,
 )
 from ipex_llm.arch.reference import attend_apart
-
-Tensor = torch.Tensor
 
 
 def _query(module: nn.Module) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import (
     CellPlan,
@@ -52,8 +52,6 @@ from ipex_llm.arch.detect.trace import (
 )
 from ipex_llm.arch.formulas import in_order
 from ipex_llm.arch.reference import mix, run_attention
-
-Tensor = torch.Tensor
 
 #: Activations that programs apply to rows.
 _POINTWISE = ("silu", "gelu", "gelu_tanh", "relu")

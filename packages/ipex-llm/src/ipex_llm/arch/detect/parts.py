@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_core.module_swap.base import computed_by
 from ipex_core.nn.rope import ROPE_KINDS, rope_frequencies
@@ -272,9 +272,6 @@ def _equal(buffer: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 # -- Blocks after attention: dense ones and mixtures of experts -------------------------------------------------------
-
-
-Tensor = torch.Tensor
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import (
     ConnectionPlan,
@@ -50,8 +50,6 @@ from ipex_llm.arch.formulas import (
     predict_streams,
 )
 from ipex_llm.arch.parts import Connection
-
-Tensor = torch.Tensor
 
 _PARTS = ("router_norm", "modality_router", "prediction_coefs", "correction_coefs")
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipex_llm.arch import NearPlan
 from ipex_llm.arch.formulas import add_convolved
 
-Tensor = torch.Tensor
 Plan = TypeVar("Plan")
 
 #: Tokens of the observed forward. Seven: unlikely to be the number of heads too.
